@@ -14,6 +14,14 @@ has left: so blocks do not go back and forth.
 It waits for blocks rather than take pages from others. After a second without any progress it
 preempts those behind it; if it is the first of all, it fails after ten (`Scheduler.stuck`). A
 generation before it preempts it as any other, if its blocks cannot be moved.
+
+Generations that fit the pool one by one may outgrow it together. Blocks are wanted as soon as not
+every running generation can get another page, which is at least a page of tokens before one lacks
+it. As soon as a block has come, the oldest block of the first of them goes there: that one is
+preempted last, so what has moved is seldom computed again. It counts as long from then on, so that
+its blocks come home and creditors are asked for what they answer. But it has no share of the pool,
+leaves nothing to newcomers and waits only while blocks are on their way: without a borrowed block
+the last one is preempted at once, as on an engine that does not borrow.
 """
 
 from __future__ import annotations
@@ -62,7 +70,9 @@ class LongGenerations:
         self._granted: dict[Generation, int] = {}  # tokens of each in the plan under way
         self._pressed = 0  # pages that others have lacked in the latest plan
         self._pressing = 0  # likewise, in the plan under way
-        self._others = 0  # running generations that are not long: each needs a page to grow into
+        self._others = 0  # running ones that are not `patient`: each needs a page to grow into
+        self._relieved: set[Generation] = set()  # long ones that began as others
+        self._unmet = 0  # pages that running ones lacked in the plan under way, without any block
         self._left: dict[Generation, int] = {}  # of the blocks that came to stay, let go since
         self._plans = 0
         self._turns: dict[Job, int] = {}  # the latest plan that each long generation was in
@@ -75,6 +85,15 @@ class LongGenerations:
         """Whether a generation will never fit the pool, and may have blocks elsewhere."""
         elsewhere = self._cache.elsewhere
         return elsewhere is not None and self._pages(job.target + 1) > elsewhere.total_pages
+
+    def patient(self, job: Job) -> bool:
+        """Whether a long generation waits for blocks, rather than preempt others.
+
+        One that fits the pool and is long only because others lacked pages does not.
+        """
+        if not isinstance(job, Generation) or job not in self._waited:
+            return False
+        return job not in self._relieved or self.outgrows(job)
 
     @property
     def waits(self) -> bool:
@@ -98,7 +117,8 @@ class LongGenerations:
         self._no_room.clear()
         self._granted.clear()
         self._pressed, self._pressing = self._pressing, 0
-        self._others = sum(job not in self._waited for job in running)
+        self._unmet = 0
+        self._others = sum(not self.patient(job) for job in running)
 
     def end_plan(
         self, head: Generation | None, running: Sequence[Generation], *, waiting: bool
@@ -114,7 +134,11 @@ class LongGenerations:
         wanted = sum(self._lacks(elsewhere, job) for job in self._waited)
         if head is not None and self.outgrows(head):
             wanted += self._blocks_for(elsewhere, head)
+        lacking = self._lacking(elsewhere, running)
+        wanted += self._relief(elsewhere, running, lacking)
         elsewhere.want(wanted)
+        if lacking > 0:
+            self._relieve(elsewhere, running)
         if self._waited and not waiting and self._quiet >= QUIET:
             self._fetch(elsewhere, running)
 
@@ -156,6 +180,7 @@ class LongGenerations:
         """Forget a generation that has ended or was preempted."""
         if isinstance(job, Generation):
             self._waited.pop(job, None)
+            self._relieved.discard(job)
             self._left.pop(job, None)
             self._no_room.discard(job)
 
@@ -206,12 +231,18 @@ class LongGenerations:
         return decodes, counts
 
     def make_room(self, job: Job, running: Sequence[Generation]) -> bool:
-        """Return whether pages for another job come free soon, as blocks are moved away."""
+        """Return whether pages for another job come free soon, as blocks are moved away.
+
+        For one that fits the pool, those of any generation, as soon as a borrowed block is there.
+        """
         elsewhere = self._cache.elsewhere
         if elsewhere is None:
             return False
-        if job not in self._waited:
+        patient = self.patient(job)
+        if not patient:
             self.press(1)
+            if elsewhere.moving(job.seq_id):
+                return True
         for other in reversed(running):
             if other in self._waited and other is not job:
                 if elsewhere.moving(other.seq_id):
@@ -219,6 +250,11 @@ class LongGenerations:
                 if elsewhere.move_oldest(other.seq_id, other.tokens):
                     self._quiet = 0
                     return True
+        if patient:
+            return False
+        if self._relieve(elsewhere, running):
+            return True
+        self._unmet += 1
         return False
 
     def press(self, tokens: int) -> None:
@@ -228,11 +264,14 @@ class LongGenerations:
     def impatient(self, job: Job) -> bool:
         """Whether a long generation has waited long enough to preempt others, or waits for nothing.
 
-        Several may each hold a part of a block and no full one, so that blocks do not help.
+        Several may each hold a part of a block and no full one, so that blocks do not help. One
+        that is not `patient` waits for nobody.
         """
         elsewhere = self._cache.elsewhere
         if elsewhere is None or not isinstance(job, Generation):
             return False
+        if not self.patient(job):
+            return True
         if self._waited.get(job, 0) >= IMPATIENT:
             return True
         hope = self._others or any(
@@ -259,6 +298,53 @@ class LongGenerations:
         while pages > 0 and elsewhere.move_oldest(job.seq_id, job.tokens):
             pages -= per_block
             self._quiet = 0
+
+    def _lacking(self, elsewhere: BlocksElsewhere, running: Sequence[Generation]) -> int:
+        """Return how many pages there are too few for each running generation to get another.
+
+        Those that are `patient` leave these pages to the others. What blocks on their way
+        will free counts as there. One that runs alone lacks nothing before it has filled the pool.
+        """
+        if len(running) < 2:
+            return 0
+        growing = sum(self._grows(job) for job in running if not self.patient(job))
+        available = elsewhere.available_pages
+        if growing > available:
+            blocks = sum(elsewhere.moving(job.seq_id) for job in self._waited)
+            available += blocks * elsewhere.block_tokens // self._cache.page_size
+        return max(growing - available, self._unmet)
+
+    def _relief(
+        self, elsewhere: BlocksElsewhere, running: Sequence[Generation], lacking: int
+    ) -> int:
+        """Return how many blocks can move, one of each generation, to free the lacking pages."""
+        if lacking <= 0:
+            return 0
+        movable = sum(elsewhere.movable(job.seq_id) for job in running if not self.patient(job))
+        return min(-(-lacking * self._cache.page_size // elsewhere.block_tokens), movable)
+
+    def _relieve(self, elsewhere: BlocksElsewhere, running: Sequence[Generation]) -> bool:
+        """Begin to move a block of a running generation, which is a long one then.
+
+        Those come first that are `patient`, and then those that are preempted last. Returns
+        False if none has a block that can move, or if there is no borrowed block now. `adopt` is
+        for one that runs alone.
+        """
+        if len(running) < 2:
+            return False
+        for job in sorted(running, key=lambda each: not self.patient(each)):
+            if elsewhere.move_oldest(job.seq_id, job.tokens):
+                if job not in self._waited:
+                    self._waited[job] = 0
+                    self._relieved.add(job)
+                self._quiet = 0
+                return True
+        return False
+
+    def _grows(self, job: Generation) -> bool:
+        """Whether a generation may need another page than those for what it has to compute."""
+        final = job.prompt_len + job.sampling.max_tokens
+        return self._pages(final) > self._pages(job.target)
 
     def _fetch(self, elsewhere: BlocksElsewhere, running: Sequence[Generation]) -> None:
         """Fetch blocks where it is cheaper, as far as the running generations leave room.
@@ -289,21 +375,27 @@ class LongGenerations:
         """
         total, per_block = elsewhere.total_pages, elsewhere.block_tokens // self._cache.page_size
         kept = total // 2
-        if not self._others and len(self._waited) < 2:
-            room = sum(elsewhere.local_pages(job.seq_id) for job in self._waited)
+        sharing = [job for job in self._waited if self.patient(job)]
+        if not self._others and len(sharing) < 2:
+            room = sum(elsewhere.local_pages(job.seq_id) for job in sharing)
             room += elsewhere.spare_pages
             kept = max(kept, room - max(total // FREE_SHARE, 2 * per_block))
-        return max((kept - self._pressed) // max(len(self._waited), 1), per_block)
+        return max((kept - self._pressed) // max(len(sharing), 1), per_block)
 
     def _keeps(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
-        """Return how many pages a long generation keeps: its share, and what came to stay."""
+        """Return how many pages a long generation keeps: its share, and what came to stay.
+
+        One that does not wait keeps all but the blocks that leave because somebody lacks a page.
+        """
+        if not self.patient(job):
+            return elsewhere.total_pages
         stays = elsewhere.came_to_stay(job.seq_id) - self._left.get(job, 0)
         per_block = elsewhere.block_tokens // self._cache.page_size
         return self._share(elsewhere) + stays * per_block
 
     def _leaving(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many pages a long generation leaves to others."""
-        if self._waited.get(job, 0) >= IMPATIENT:
+        if self._waited.get(job, 0) >= IMPATIENT or not self.patient(job):
             return 0
         return self._others + min(self._pressed, elsewhere.total_pages // 2)
 
@@ -324,7 +416,12 @@ class LongGenerations:
         away = elsewhere.away(job.seq_id) - elsewhere.called_back(job.seq_id)
         known = away + elsewhere.moving(job.seq_id)
         least = 1 if job in self._no_room and not elsewhere.moving(job.seq_id) else 0
-        return max(self._blocks_for(elsewhere, job) - known, least)
+        if self.patient(job):
+            return max(self._blocks_for(elsewhere, job) - known, least)
+        found = elsewhere.local_pages(job.seq_id) + elsewhere.available_pages
+        missing = self._pages(job.target) * self._cache.page_size - known * elsewhere.block_tokens
+        missing -= found * self._cache.page_size
+        return max(-(-missing // elsewhere.block_tokens), least)
 
     def _blocks_for(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many blocks of a generation have no place here, with one to grow into."""

@@ -29,7 +29,9 @@ them back. If no tier takes them, its full pages go to the prefix cache and it c
 again. It keeps its sampled tokens, so no token is delivered twice. No other job is preempted while
 pages move in either direction, so the oldest job of the first priority always progresses.
 
-On an engine that borrows, a generation may outgrow the pool: `engine.scheduling.long_generations`.
+On an engine that borrows, a generation may outgrow the pool, and where others lend, generations
+that outgrow it together move blocks there before one is preempted:
+`engine.scheduling.long_generations`.
 
 Pages that are lent to other engines are called back before any generation is preempted, and as soon
 as the head of the queue finds no room. They come back later, so the preemption does not wait.
@@ -403,12 +405,13 @@ class Scheduler:
     def _make_room_for_long(self, job: Generation, count: int) -> int:
         """Return how many of a long generation's next tokens have room.
 
-        It preempts others only if it has waited for blocks in vain.
+        It preempts others only if it has waited for blocks in vain, or fits the pool.
         """
         while not (found := self._long.room(job, count)):
             self._cache.call_back(1)
-            behind = self.running[self.running.index(job) + 1 :]
-            if self._long.make_room(job, behind):
+            patient = self._long.patient(job)
+            others = self.running[self.running.index(job) + 1 :] if patient else self.running
+            if self._long.make_room(job, others):
                 return 0
             last = self.running[-1]
             if last is job or self._swapped.moving or not self._long.impatient(job):

@@ -100,6 +100,12 @@ class Borrowing:
         source.on_called_back = partial(self._note, self._called_back)
 
     @property
+    def available_pages(self) -> int:
+        """See `BlocksElsewhere`."""
+        with self._lock:
+            return self._manager.available
+
+    @property
     def spare_pages(self) -> int:
         """See `BlocksElsewhere`."""
         with self._lock:

@@ -56,6 +56,11 @@ class BlocksElsewhere(Protocol):
         ...
 
     @property
+    def available_pages(self) -> int:
+        """How many pages a sequence can get now, at most: those that are free or only cached."""
+        ...
+
+    @property
     def spare_pages(self) -> int:
         """How many more pages are available than may still be lent to others; below 0 if fewer."""
         ...

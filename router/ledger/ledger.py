@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from router.ledger.debts import Edge
 
 __all__ = ["FRESH_S", "Candidate", "Ledger", "Row"]
 
-CANDIDATES = 3  # per question, as in the paper
+CANDIDATES = 3  # of a list, as in the paper
 MAX_INSTANCES = 1024
 MAX_HEARTBEAT_BYTES = 64 << 10
 FRESH_S = 5.0
@@ -41,7 +41,7 @@ class Row:
     instance: EngineId
     epoch: int
     sequence: int
-    available: int  # less what was recommended to debtors since
+    available: int
     borrowed: dict[EngineId, int]  # by creditor
     lent: dict[EngineId, int]  # by debtor
     most: int | None  # that it would ever lend; None: it has not told
@@ -127,34 +127,18 @@ class Ledger:
     def available(self, instance: EngineId) -> int:
         """Return the pages that an instance can lend, as far as the ledger knows.
 
-        This is what it last reported, less what was recommended since. It is 0 for an unknown
-        instance and for a row that is too old.
+        This is what it last reported. It is 0 for an unknown instance and for a row that is too
+        old.
         """
         row = self._rows.get(instance)
         return row.available if row is not None and self._fresh(row) else 0
 
-    def candidates(
-        self, debtor: EngineId, size: int, *, refused: Collection[EngineId] = ()
-    ) -> list[Candidate]:
-        """Return up to three creditors for `size` pages, to be asked one after the other.
-
-        The cheapest to communicate with come first, of equals those with most available pages. The
-        first one counts as having lent them until its next heartbeat. A debtor that all have
-        refused asks again and names them as `refused`: they count as having less than `size` until
-        their next heartbeats. Raises `BadRequest` for a size below 1.
-        """
-        if size < 1:
-            raise BadRequest("a loan has at least one page", param="size")
-        for creditor in refused:
-            if (row := self._rows.get(creditor)) is not None:
-                row.available = min(row.available, size - 1)
-        found = self.creditors(debtor, size)
-        if found:
-            self.expect(found[0].instance, size)
-        return found
-
     def creditors(self, debtor: EngineId, least: int) -> list[Candidate]:
-        """Return up to three others with `least` pages or more, in the order of `candidates`."""
+        """Return up to three others with `least` pages or more, in the order to ask them.
+
+        The cheapest to communicate with come first, of equals those with most available pages. A
+        list is a standing one, not the answer to a request, so nothing counts as lent by it.
+        """
         ranked = (
             (cost, -row.available, row.instance, row)
             for row in self._rows.values()
@@ -188,11 +172,6 @@ class Ledger:
                 now += max(spared, 0) // block if self._fresh(row) else 0
                 ever += row.most // block if row.most is not None else math.inf
         return now, ever
-
-    def expect(self, creditor: EngineId, pages: int) -> None:
-        """Count `pages` as lent by a creditor, until its next heartbeat."""
-        if (row := self._rows.get(creditor)) is not None:
-            row.available = max(0, row.available - pages)
 
     def debts(self) -> dict[Edge, int]:
         """Return the debts that both sides report in fresh rows: of two numbers, the smaller.

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.protocol import EngineState, Heartbeat, LendCreditors, LendHome, LendHomeReply
 from router.base import EngineId, RouterConfig
@@ -104,14 +105,15 @@ class Lending:
         self._rebalancing.close()
 
     def _cost(self, debtor: EngineId, creditor: EngineId) -> float:
-        """Return the ledger's cost of communication: all pairs that exchange KV are equally far.
+        """Return the ledger's cost of communication: 0 on one host, by their URLs, and 1 otherwise.
 
-        It is infinite for a creditor that takes no new work.
+        It is infinite for engines that exchange no KV, and for a creditor that takes no new work.
         """
         one, other = self._known.get(debtor), self._known.get(creditor)
         if one is None or other is None or not other.usable or not one.exchanges_with(other):
             return math.inf
-        return 1.0
+        host = _host(one)
+        return 0.0 if host and host == _host(other) else 1.0
 
     def _debtors(self) -> Iterator[Debtor]:
         """Yield the engines that are up and borrow."""
@@ -148,6 +150,14 @@ class Lending:
             metrics.debt_swap_blocks.inc(swap.total)
             for reason, _ in swap.refused.values():
                 metrics.debt_swap_refusals.labels(reason).inc()
+
+
+def _host(backend: Backend) -> str:
+    """Return the host of an engine, by its URL; empty if it has none."""
+    try:
+        return urlsplit(backend.url).hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _set_creditors(backend: Backend, wanted: LendCreditors) -> None:

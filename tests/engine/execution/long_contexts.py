@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from engine_helpers import generation, tiny, tiny_layout
@@ -90,13 +91,19 @@ class Lending:
 
 
 class Source:
-    """A `BlockSource` that lends from creditors in this process, in turn.
+    """A `BlockSource` that lends from creditors in this process.
 
-    Each loan has `loan_blocks` blocks. At most `most` blocks are lent in all.
+    They are asked in turn, or in the order of `choices`, numbers modulo that of creditors, again
+    and again. Each loan has `loan_blocks` blocks. At most `most` blocks are lent in all.
     """
 
     def __init__(
-        self, debtor: EngineId, lending: Sequence[Lending], *, loan_blocks: int = 1
+        self,
+        debtor: EngineId,
+        lending: Sequence[Lending],
+        *,
+        loan_blocks: int = 1,
+        choices: Sequence[int] = (),
     ) -> None:
         self.on_ready: Callable[[], object] = lambda: None
         self.on_lost: Callable[[EngineId, Sequence[LeaseId]], object] = lambda *_: None
@@ -111,6 +118,8 @@ class Source:
         self.wanted = 0
         self.failures: list[EngineId] = []
         self.loan_blocks = loan_blocks
+        self.choices = choices or range(len(lending))
+        self.lenders: set[EngineId] = set()  # that have lent
         self.free: list[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = []
         self.taken: set[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = set()
         self.addresses: dict[tuple[EngineId, LeaseId], str] = {}
@@ -130,7 +139,7 @@ class Source:
         names = list(self.lending)
         refused = 0
         while len(self.free) < self.wanted and refused < len(names) and not self.silent:
-            name = names[self._turn % len(names)]
+            name = names[self.choices[self._turn % len(self.choices)] % len(names)]
             self._turn += 1
             if self.most <= len(self.free) + len(self.taken) or not self._borrow(name):
                 refused += 1
@@ -239,6 +248,7 @@ class Source:
         if address is False:
             return False
         self.addresses[name, loan] = address
+        self.lenders.add(name)
         pages = KVAddress.verify(address, b"secret").pages()
         for at in range(0, size, PER_BLOCK):
             self.free.append((name, loan, tuple(pages[at : at + PER_BLOCK])))
@@ -367,6 +377,7 @@ class World:
         *,
         budget: int = 128,
         loan_blocks: int = 1,
+        choices: Sequence[int] = (),
         limits: Limits | None = None,
     ) -> None:
         self.engine = Engine(pages, budget)
@@ -378,7 +389,10 @@ class World:
         for one in self.lending:
             self.remote.connect(one.name, one.server.endpoints, EPOCH)
         self.source = Source(
-            self.engine.cache.identity.engine_id, self.lending, loan_blocks=loan_blocks
+            self.engine.cache.identity.engine_id,
+            self.lending,
+            loan_blocks=loan_blocks,
+            choices=choices,
         )
         self.source.connected = self.remote.connected
         self.engine.cache.borrow(self.source, self.remote)
@@ -408,8 +422,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(length)]
 
 
-def check_as_one_engine(engine: Engine, jobs: Sequence[Generation]) -> None:
-    """Check that these jobs have got the tokens and the logits of one engine with room for all."""
+class Outcome(NamedTuple):
+    """What a generation has got: its prompt and output, and the logits of each output token."""
+
+    tokens: list[int]
+    logits: list[torch.Tensor]
+
+
+def of_one_engine(jobs: Sequence[Generation]) -> list[Outcome]:
+    """Return what these jobs get on one engine with room for all."""
     whole = Engine(1200, 256, "whole")
     try:
         copies = [
@@ -417,10 +438,21 @@ def check_as_one_engine(engine: Engine, jobs: Sequence[Generation]) -> None:
             for n, job in enumerate(jobs, 1)
         ]
         whole.run(copies)
-        for job, copy in zip(jobs, copies, strict=True):
-            assert engine.tokens(job) == whole.tokens(copy)
-            assert job.tokens == copy.tokens
-            for found, expected in zip(engine.logits[job], whole.logits[copy], strict=True):
-                assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        assert all(whole.tokens(copy) == list(copy.output) for copy in copies)
+        return [Outcome(copy.tokens, whole.logits[copy]) for copy in copies]
     finally:
         whole.cache.close()
+
+
+def check_outcomes(engine: Engine, jobs: Sequence[Generation], expected: Sequence[Outcome]) -> None:
+    """Check that these jobs have got these tokens, and logits of the same bits."""
+    for job, outcome in zip(jobs, expected, strict=True):
+        assert engine.tokens(job) == outcome.tokens[job.prompt_len :]
+        assert job.tokens == outcome.tokens
+        for found, logits in zip(engine.logits[job], outcome.logits, strict=True):
+            assert torch.equal(found.view(torch.int32), logits.view(torch.int32))
+
+
+def check_as_one_engine(engine: Engine, jobs: Sequence[Generation]) -> None:
+    """Check that these jobs have got the tokens and the logits of one engine with room for all."""
+    check_outcomes(engine, jobs, of_one_engine(jobs))

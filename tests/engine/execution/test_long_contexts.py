@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 from engine_helpers import generation, tiny, tiny_layout
-from long_contexts import World, check_as_one_engine, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from long_contexts import (
+    Outcome,
+    World,
+    check_as_one_engine,
+    check_outcomes,
+    of_one_engine,
+    prompt,
+)
 
-from engine.scheduling import long_generations
+from engine.scheduling import Generation, long_generations
 from kvcache.errors import NoCapacity
 from kvcache.remote_attention import AttentionShape, Limits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 POOL = 32  # pages: 512 tokens, 4 blocks
+QUICK = 8  # placements
 
 
 @pytest.fixture
@@ -38,7 +49,7 @@ def world() -> Iterator[Callable[..., World]]:
 
 
 @pytest.mark.parametrize(
-    ("creditors", "length"), [(1, 768), (3, 1536), (6, 3001), (1, 500), (3, 513)]
+    ("creditors", "length"), [(1, 768), (3, 1536), (6, 3048), (1, 500), (3, 513)]
 )
 def test_a_context_longer_than_the_pool(world: Callable[..., World], creditors: int, length: int):
     """IL12: 1.5, 3 and 6 times the pool, over 2, 4 and 7 engines; and prompts that just fit it."""
@@ -52,6 +63,57 @@ def test_a_context_longer_than_the_pool(world: Callable[..., World], creditors: 
     assert made.engine.stepper.stats.failed_steps == 0
 
 
+@cache
+def outcome(times: float) -> Outcome:
+    """What a context of so many times the pool gets on one large engine."""
+    (found,) = of_one_engine([context(times)])
+    return found
+
+
+def context(times: float) -> Generation:
+    return generation(1, prompt(int(times * 16 * POOL) - 24), max_tokens=24)
+
+
+def check_placement(times: float, engines: int, choices: list[int], loan_blocks: int) -> None:
+    made = World(POOL, engines - 1, 400, loan_blocks=loan_blocks, choices=choices)
+    try:
+        long = context(times)
+        made.engine.run([long])
+        assert long.target == times * 16 * POOL
+        check_outcomes(made.engine, [long], [outcome(times)])
+        stats = made.engine.stepper.stats
+        assert stats.moved_blocks >= (times - 1) * 16 * POOL // 128
+        assert stats.recovered_steps == stats.failed_steps == 0
+        named = {number % (engines - 1) for number in choices}
+        assert made.source.lenders <= {made.lending[number].name for number in named}
+        made.check()
+    finally:
+        made.close()
+
+
+# Times the pool, engines, the creditors in the order in which they are asked, blocks of a loan.
+PLACEMENTS = (
+    st.sampled_from([1.5, 3.0, 6.0]),
+    st.sampled_from([2, 4, 7]),
+    st.lists(st.integers(0, 5), min_size=1, max_size=24),
+    st.integers(1, 4),
+)
+
+
+@settings(max_examples=QUICK, deadline=None)
+@given(*PLACEMENTS)
+def test_any_placement(times: float, engines: int, choices: list[int], loan_blocks: int):
+    """IL12: contexts of 1.5, 3 and 6 times the pool, wherever their blocks lie."""
+    check_placement(times, engines, choices, loan_blocks)
+
+
+@pytest.mark.thorough
+@settings(max_examples=60, deadline=None)
+@given(*PLACEMENTS)
+def test_further_placements(times: float, engines: int, choices: list[int], loan_blocks: int):
+    check_placement(times, engines, choices, loan_blocks)
+
+
 def test_a_decode_that_outgrows_the_pool(world: Callable[..., World]):
     """It fits when it begins; later it moves its oldest blocks rather than be preempted."""
     made = world(2)
@@ -59,6 +121,49 @@ def test_a_decode_that_outgrows_the_pool(world: Callable[..., World]):
     made.engine.run([long])
     check_as_one_engine(made.engine, [long])
     assert made.engine.scheduler.preemptions == 0
+
+
+def growing() -> list[Generation]:
+    """Four generations: each fits the pool, their prompts fit it together, their outputs do not."""
+    return [generation(n, prompt(40 + 9 * n, n), max_tokens=300) for n in (1, 2, 3, 4)]
+
+
+def test_generations_that_outgrow_the_pool_together_are_not_preempted(world: Callable[..., World]):
+    """Their oldest blocks leave before a page is lacking, while creditors have room."""
+    made = world(2)
+    jobs = growing()
+    made.engine.run(jobs)
+    assert made.engine.scheduler.preemptions == 0
+    stats = made.engine.stepper.stats
+    assert stats.moved_blocks >= (sum(job.target for job in jobs) - 16 * POOL) // 128
+    assert stats.lost_blocks == stats.recomputed_tokens == 0
+    check_as_one_engine(made.engine, jobs)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_with_too_little_room_elsewhere_the_youngest_is_preempted_at_once(
+    world: Callable[..., World], most: int
+):
+    """Nobody lends, or less than is needed: no decode waits for a block that nobody has lent."""
+    made = world(2)
+    made.source.most = most
+    made.engine.stepper.sweep_s = 1e9  # patience does not end
+    jobs, stalls, wanted = growing(), list[int](), set[int]()
+    elsewhere = made.engine.cache.elsewhere
+    assert elsewhere is not None
+
+    def idle() -> None:
+        if not any(elsewhere.moving(job.seq_id) for job in jobs):
+            stalls.append(made.engine.stepper.stats.steps)
+
+    made.engine.idle = idle
+    made.engine.between = lambda _step: wanted.add(made.source.wanted)
+    made.engine.run(jobs)
+    assert made.engine.scheduler.preemptions > 0
+    assert max(wanted) > 0
+    assert (made.engine.stepper.stats.moved_blocks > 0) == (most > 0)
+    assert not stalls
+    check_as_one_engine(made.engine, jobs)
 
 
 def test_loans_of_several_blocks_and_several_long_contexts(world: Callable[..., World]):

@@ -9,13 +9,27 @@ import pytest
 from debtor_processes import name_creditors, tokens
 from engine_process import EngineProcess
 
+from engine.protocol import BLOCK_TOKENS
+from engine.scheduling.long_generations import FREE_SHARE
+
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.thorough]
 
 CONTEXT = 8192
 PAGE = 16
 NEW = 16
+BLOCK = BLOCK_TOKENS // PAGE  # pages
 FLAGS = ("--dtype", "float32", "--max-model-len", str(CONTEXT))
 CALL_S = 3600.0  # a prompt takes minutes, and many on a busy machine
+
+
+def blocks_away(pool: int) -> int:
+    """Return how many blocks of the context leave a pool of so many pages.
+
+    A context that runs alone on an engine that lends nothing keeps all of the pool but a share,
+    or two blocks (`LongGenerations._share`).
+    """
+    kept = pool - max(pool // FREE_SHARE, 2 * BLOCK)
+    return -(-(CONTEXT // PAGE - kept) // BLOCK)
 
 
 def started(*flags: str) -> EngineProcess:
@@ -45,25 +59,30 @@ def expected(prompt: list[int]) -> Iterator[list[int]]:
 
 
 @pytest.mark.timeout(2 * CALL_S)
-@pytest.mark.parametrize(("times", "engines"), [(3.0, 4), (1.5, 2), (3.0, 2), (1.5, 4)])
+@pytest.mark.parametrize(("times", "engines"), [(3.0, 4), (1.5, 2), (3.0, 2), (1.5, 4), (6.0, 7)])
 def test_the_full_context_over_small_pools(
     times: float, engines: int, prompt: list[int], expected: list[int]
 ):
-    """A context of 1.5 and 3 times the pool gives the tokens of one large engine."""
+    """A context of 1.5, 3 and 6 times the pool gives the tokens of one large engine.
+
+    Creditors lend as many blocks as leave, in equal parts, so each of them has to answer.
+    """
     pool = int(CONTEXT / PAGE / times)
-    away = CONTEXT // PAGE - pool // 2 + 64  # at most half of the pool stays, and some to grow
-    share = -(-away // (engines - 1))
+    away, creditors = blocks_away(pool), engines - 1
+    parts = [away // creditors + (number < away % creditors) for number in range(creditors)]
+    assert min(parts) > 1  # the last block to leave is not the only one that a creditor has
     running: list[EngineProcess] = []
     try:
         debtor = started("--pool-pages", str(pool), "--borrow", "--engine-id", "debtor")
         running.append(debtor)
-        for number in range(engines - 1):
-            flags = ("--pool-pages", str(share + 32), "--lend-share", "1")
+        for number, blocks in enumerate(parts):
+            flags = ("--pool-pages", str(blocks * BLOCK), "--lend-share", "1")
             running.append(started(*flags, "--engine-id", f"c{number}"))
-        name_creditors(debtor, *running[1:], available=share)
+            assert running[-1].state()["heartbeat"]["most"] == blocks * BLOCK
+        name_creditors(debtor, *running[1:], available=max(parts) * BLOCK)
         assert tokens(debtor.generate(prompt, max_tokens=NEW)) == expected
         debtor.at_rest()
-        for engine in running[1:]:  # the context has no room in fewer
+        for engine in running[1:]:
             assert engine.state()["lending"]["answers"] > 0
     finally:
         for engine in running:

@@ -42,7 +42,11 @@ class Engines:
     """Engines that reach each other."""
 
     def __init__(self, *names: str, **options: Any) -> None:
-        """`options` are those of `VirtualEngine` and of its configuration, and `scatter`."""
+        """`options` are those of `VirtualEngine` and of its configuration, `scatter`, and `calls`.
+
+        `calls` makes the calls of a debtor to its creditors, as `VirtualLoanCalls` does.
+        """
+        calls = options.pop("calls", VirtualLoanCalls)
         profile = replace(PROFILE, scatter=options.pop("scatter", ()))
         network, peers = VirtualNetwork(), dict[str, Endpoint]()
         most = {"most_at_once": options.pop("most_at_once")} if "most_at_once" in options else {}
@@ -50,7 +54,7 @@ class Engines:
             name: VirtualEngine(
                 EngineConfig(engine_id=name, **{"decode_slowdown": 0.0, **options}),
                 profile, network, peers, self._extend,
-                creditors=VirtualLoanCalls(self._lend, lambda url: self._at(url).alive), **most,
+                creditors=calls(self._lend, lambda url: self._at(url).alive), **most,
             )
             for name in names
         }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,39 @@ def test_sequences_here_and_there(world: tuple[Step, list[LendingEngine], Remote
         ours = plan.attend(layer, pool[layer], step.q)
         torch.testing.assert_close(ours, expected.attend(whole[layer], step.q), **close)
         assert not ours[42:].any()
+
+
+def test_local_attention_is_computed_while_creditors_answer(
+    world: tuple[Step, list[LendingEngine], RemoteAttention], monkeypatch: pytest.MonkeyPatch
+):
+    """Queries leave first, and the answers are waited for last: IL1's overlap."""
+    step, (one, _), debtor = world
+    pool, calls = step.pool.clone(), list[str]()
+    plan = step.plan({1: {NAMES[0]: [step.lend(one, pool, 1, 0)]}}, debtor)
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            calls.append(name)
+            return call(*given)
+
+        return called
+
+    assert plan._held is not None and plan._plain is not None
+    for owner, name in (
+        (debtor, "send"),
+        (plan._held, "attend_rows"),
+        (plan._plain, "attend"),
+        (debtor, "receive"),
+    ):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    for layer in range(LAYERS):
+        plan.append(pool[layer], step.k, step.v)
+        plan.attend(layer, pool[layer], step.q)
+    assert len(calls) == 4 * LAYERS
+    for layer in range(LAYERS):
+        sent, *local, received = calls[4 * layer : 4 * layer + 4]
+        assert (sent, received) == ("send", "receive")
+        assert sorted(local) == ["attend", "attend_rows"]
 
 
 def test_a_step_that_borrows_nothing_asks_nobody(

@@ -60,6 +60,18 @@ async def test_three_creditors_at_most_and_only_those_with_the_same_kv_and_secre
 
 
 @in_virtual_time
+async def test_creditors_on_the_debtors_host_come_first():
+    d, near, far = DebtorStub(), Lender("near", 8), Lender("far", 99)
+    d.url, near.url, far.url = "http://one:1", "http://one:2", "http://other:1"
+    async with fleet(d, near, far):
+        await asyncio.sleep(CHECK_S)
+        assert d.lists[-1] == ["near", "far"]
+        near.heartbeat["available"] = 7  # less than a block
+        await asyncio.sleep(CHECK_S)
+        assert d.lists[-1] == ["far"]
+
+
+@in_virtual_time
 async def test_a_lost_creditor_is_struck_off_at_once_and_a_new_process_is_named():
     d, a = DebtorStub(), Lender("a", 8)
     async with fleet(d, a) as f:

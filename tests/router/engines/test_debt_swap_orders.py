@@ -92,6 +92,10 @@ async def test_all_debtors_of_a_cycle_are_told_at_once_and_by_its_smallest_debt(
         (done,) = swaps(f.registry)["ended"]
         assert (done["outcome"], done["blocks"]) == ("done", 3)
         assert done["home"] == {"a": 3, "b": 3, "c": 3} and done["refused"] == {}
+        began, ended = f.swaps
+        assert ended == done
+        nothing_yet = {"outcome": None, "seconds": None, "home": {}}
+        assert began == done | nothing_yet
         await asyncio.sleep(2 * FIRST_REST_S)
         assert len(a.orders) == 1  # 5 pages are no block
 

@@ -48,6 +48,7 @@ class Fleet:
         **config: Any,
     ) -> None:
         self.published: list[dict[str, Any]] = []
+        self.swaps: list[dict[str, Any]] = []  # events
         by_url: dict[str, Any] = {engine.url: engine for engine in engines}
         events: Any = self
         self.registry = Registry(
@@ -60,6 +61,8 @@ class Fleet:
     def publish(self, event: str, /, **fields: Any) -> None:
         if event == "ledger":
             self.published.append(fields)
+        elif event == "debt_swap":
+            self.swaps.append(fields)
 
     def available(self, name: str) -> int:
         return self.ledger.available(EngineId(name))
@@ -179,12 +182,12 @@ async def test_creditors_are_engines_that_exchange_kv_with_the_debtor():
     other.info = model_info(fingerprint="g")
     async with fleet(a, b, other) as f:
         await asyncio.sleep(CHECK_S)
-        found = f.ledger.candidates(EngineId("b"), 4)
+        found = f.ledger.creditors(EngineId("b"), 4)
         assert [each.instance for each in found] == ["a"]
-        assert f.ledger.candidates(EngineId("stranger"), 1) == []
+        assert f.ledger.creditors(EngineId("stranger"), 1) == []
         f.registry.drain(f.registry["a"], True)
         await asyncio.sleep(CHECK_S)
-        assert f.available("a") == 8 and f.ledger.candidates(EngineId("b"), 4) == []
+        assert f.available("a") == 8 and f.ledger.creditors(EngineId("b"), 4) == []
 
 
 @in_virtual_time

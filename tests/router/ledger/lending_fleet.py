@@ -234,31 +234,37 @@ class Instance:
 
     def want(self) -> None:
         if not self.fleet.ending:
-            self._ask(self.random.randint(1, 8), [])
+            self._ask(self.random.randint(1, 8), [], again=False)
 
-    def _ask(self, size: int, refused: list[EngineId]) -> None:
+    def _ask(self, size: int, refused: list[EngineId], *, again: bool) -> None:
+        """Get a list of creditors, and try those that have not refused."""
+
         def arrive() -> None:
-            found = self.fleet.ledger.candidates(self.name, size, refused=refused)  # type: ignore[arg-type]
+            found = self.fleet.ledger.creditors(self.name, size)  # type: ignore[arg-type]
             self._reply(once, found)
 
         def once(found: list[Candidate]) -> None:
             if not self.fleet.ending and next(answers, None) is not None:
-                self._try(size, iter(found), refused)
+                left = [each for each in found if EngineId(each.instance) not in refused]
+                self._try(size, iter(left), refused, again=again)
 
         answers = iter([True])
         self.fleet.send(arrive)
 
-    def _try(self, size: int, found: Iterator[Candidate], refused: list[EngineId]) -> None:
-        """Ask the candidates one after the other; then ask the ledger again, once."""
+    def _try(
+        self, size: int, found: Iterator[Candidate], refused: list[EngineId], *, again: bool
+    ) -> None:
+        """Ask the candidates one after the other; then get another list, once."""
         creditor = next(found, None)
         if creditor is None:
-            if refused and len(refused) <= 3:
+            if refused and not again:
                 self.fleet.seen["asked again"] += 1
-                self._ask(size, [*refused, EngineId("unknown")] * 2)
+                self._ask(size, refused, again=True)
             return
         name = EngineId(creditor.instance)
         lease_id = self.borrower.ask(name, creditor.epoch, size)
         open_ = iter([True])
+        granted: list[LeaseId] = []
 
         def arrive() -> None:
             other = self.fleet.at[name]
@@ -285,15 +291,17 @@ class Instance:
             elif self.borrower.granted(lease_id, pages, LEASE_S):  # type: ignore[arg-type]
                 self.fleet.seen["granted"] += 1
                 next(open_)
+                granted.append(lease_id)
             elif not self.borrower.holds(lease_id):
-                self.fleet.seen["granted too late"] += 1
+                # Otherwise it is a copy of an answer, and the loan has ended meanwhile.
+                self.fleet.seen["granted too late"] += not granted
                 self._free(name, creditor.epoch, lease_id)
 
         def go_on() -> None:
             if next(open_, None) is not None:
                 self.borrower.abandon(lease_id)
                 self._free(name, creditor.epoch, lease_id)
-                self._try(size, found, [*refused, name])
+                self._try(size, found, [*refused, name], again=again)
 
         for resend in range(RESENDS):
             self.fleet.after(resend * 0.5, lambda: self.fleet.send(arrive) if self.alive else None)

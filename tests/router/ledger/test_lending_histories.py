@@ -92,7 +92,7 @@ class Sloppy(Borrower):
 )
 def test_the_fleet_finds_what_is_broken(broken: dict[str, type]):
     with pytest.raises((AssertionError, Internal), match=r"is used and not lent|earlier process"):
-        for seed in range(20):
+        for seed in range(40):
             fleet = Fleet("abcde", BAD, seed, **broken)
             fleet.run(30.0)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import engine, experiment
+from experiments import engine, experiment, strategy_file
 
 from engine.latency import FittedLatency
 from router.simulation import Experiment, Outcome, SimulatedEngine, run_experiment
@@ -71,6 +73,26 @@ def test_requests_at_once_do_not_take_pages_from_each_other_over_and_over():
     computed = sum(each.stats.prompt_tokens for each in steppers)
     assert computed <= 1.1 * 6 * LONG  # else they compute again what they lose
     assert sum(each.stats.recomputed_tokens for each in steppers) == 0
+
+
+def test_strategies_see_what_engines_would_lend(tmp_path: Path):
+    """Virtual engines send heartbeats: `lendable` is as in a deployment."""
+    lends = [replace(one, config=replace(one.config, lend_share=0.5)) for one in some()[:2]]
+    found = tmp_path / "lendable"
+    body = (
+        f"    with open({str(found)!r}, 'w') as file:\n"
+        "        file.write(repr({each.id: each.lendable for each in cluster.engines}))\n"
+        "    async for chunk in engine.start_generate(request):\n"
+        "        yield chunk\n"
+    )
+    one = experiment(strategy_file(tmp_path, body), [*lends, some()[2]], 1.0, 1, input=64, output=2)
+    outcome = run_experiment(one)
+    assert all(record.ok for record in outcome.records)
+    assert literal_eval(found.read_text()) == {
+        "engine-0": POOL // 2,
+        "engine-1": POOL // 2,
+        "engine-2": 0,
+    }
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
