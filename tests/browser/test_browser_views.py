@@ -115,7 +115,8 @@ def test_requests_are_listed_slowest_first_and_each_is_told(pages: Any, fleet: B
     page.get_by_role("link", name="of-200").wait_for()
     names = [name.strip() for name in rows.locator("td:first-child").all_inner_texts()]
     assert names == [one["id"] for one in listed]
-    assert names.index("of-200") < names.index("of-40") < names.index("of-4")
+    assert [one["ms"] for one in listed] == sorted((one["ms"] for one in listed), reverse=True)
+    assert {"of-4", "of-40", "of-200"} <= {*names}
     page.get_by_role("link", name="of-200").click()
     page.get_by_text("Time lines").wait_for()
     receipt = fleet.get("/admin/requests/of-200")
@@ -125,10 +126,139 @@ def test_requests_are_listed_slowest_first_and_each_is_told(pages: Any, fleet: B
     assert lanes == [*dict.fromkeys(leg["engine"] for leg in receipt["legs"])]
     send = next(leg for leg in receipt["legs"] if leg["call"] == "remote_send")
     assert send["to"] in lanes and send["to"] != send["engine"]
+    drawn = page.locator(".waterfall").evaluate(DRAWN)
+    for bar in drawn["bars"].values():  # no style sheet of another view takes their color or height
+        assert bar["height"] > 15 and bar["background"].startswith("linear-gradient"), bar
+    assert drawn["bars"].keys() == {"bar-compute"}
+    assert_where_time_says(receipt, drawn["legs"])
     story = page.locator(".story").inner_text()
     assert f"{send['engine']} computed {send['computed_tokens']} tokens" in story
     assert "generated 200 tokens" in story
     assert "Done: 200 tokens" in story
+
+
+# Where legs are in their lanes, as shares of the width, and the bars of computations.
+DRAWN = """waterfall => {
+    const legs = [...waterfall.querySelectorAll(".leg")].map(leg => {
+        const lane = leg.parentElement.getBoundingClientRect(), box = leg.getBoundingClientRect();
+        const name = leg.closest(".lane").querySelector(".lane-name").textContent;
+        const call = leg.querySelector(".leg-name").textContent;
+        const from = (box.left - lane.left) / lane.width;
+        return {name, call, from, share: box.width / lane.width, least: 2 / lane.width};
+    });
+    const bars = {};
+    for (const bar of waterfall.querySelectorAll(".leg .bar-compute")) {
+        const {height, backgroundImage} = getComputedStyle(bar);
+        bars[bar.classList[1]] = {height: parseFloat(height), background: backgroundImage};
+    }
+    return {legs, bars};
+}"""
+
+
+def assert_where_time_says(receipt: dict[str, Any], drawn: list[dict[str, Any]]) -> None:
+    """The legs of a request that has ended begin and end where their times say, within 1 %."""
+    assert len(drawn) == len(receipt["legs"])
+    for leg in receipt["legs"]:
+        shown = next(
+            one
+            for one in drawn
+            if (one["name"], one["call"]) == (leg["engine"], leg["call"])
+            and one["from"] == pytest.approx(leg["start_ms"] / receipt["ms"], abs=0.01)
+        )
+        share = max(leg["ms"] / receipt["ms"], shown["least"])  # two pixels at least
+        assert shown["share"] == pytest.approx(share, abs=0.01), leg
+
+
+class Streamed(threading.Thread):
+    """A streamed completion of `tokens` tokens in a thread; `result` waits for its end."""
+
+    def __init__(self, fleet: BrowserFleet, id: str, tokens: int) -> None:
+        super().__init__()
+        self._fleet, self.id, self._tokens = fleet, id, tokens
+        self.lines: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": [11] * 60, "max_tokens": self._tokens, "ignore_eos": True,
+                "stream": True}  # fmt: skip
+        headers = {"X-Request-Id": self.id}
+        with self._fleet.http.stream("POST", "/v1/completions", json=body, headers=headers) as got:
+            self.lines = [line for line in got.iter_lines() if line]
+
+    def decoding(self, tokens: int) -> str:
+        """Wait until it has so many tokens; return the engine that makes them."""
+
+        def found() -> str | None:
+            reply = self._fleet.http.get(f"/admin/requests/{self.id}")
+            legs = reply.json()["legs"] if reply.status_code == 200 else []
+            return next((leg["engine"] for leg in legs if leg["tokens"] >= tokens), None)
+
+        engine = until(found)
+        assert engine is not None
+        return engine
+
+    def receipt(self) -> dict[str, Any]:
+        """Return its receipt once it has ended well, with all tokens."""
+        self.join()
+        assert self.lines[-1] == "data: [DONE]"
+        receipt: dict[str, Any] = self._fleet.get(f"/admin/requests/{self.id}")
+        assert (receipt["status"], receipt["completion_tokens"]) == ("done", self._tokens)
+        return receipt
+
+
+@pytest.fixture
+def two() -> Iterator[BrowserFleet]:
+    """Two engines of which one may be lost."""
+    fleet = BrowserFleet(engine_flags=("--step-ms", "8", "--prefill-tokens-per-ms", "50"))
+    yield fleet
+    fleet.close()
+
+
+def test_a_retry_after_the_death_of_an_engine_is_drawn_and_told(pages: Any, two: BrowserFleet):
+    stream = Streamed(two, "survives", 400)
+    dead = stream.decoding(50)
+    of = {one["url"]: one["id"] for one in engines(two).values()}
+    next(engine for engine in two.engines if of[engine.url] == dead).kill()
+    receipt = stream.receipt()
+    (retry,) = receipt["retries"]
+    after = retry["after_tokens"]
+    assert 50 <= after < 400 and retry["engines"] == [dead]
+    page = pages.open(f"{two.url}/#/requests/survives")
+    page.get_by_text(f"retry after {after} tokens", exact=False).wait_for()
+    lanes = page.locator(".lane")
+    assert page.locator(".lane-track .mark-bad").count() == page.locator(".lane-name").count() == 2
+    legend = page.locator(".waterfall-legend li", has_text="retry").inner_text()
+    assert legend.startswith(f"retry after {after} tokens")
+    failed = page.locator(".leg-failed")
+    assert failed.count() == 1
+    assert lanes.filter(has=failed).locator(".lane-name").inner_text() == dead
+    story = page.locator(".story")
+    assert f"Goes on elsewhere after {after} tokens, not on {dead}" in story.inner_text()
+    assert f"start_generate on {dead} failed" in story.locator(".story-bad").inner_text()
+    assert "resumed: " in story.inner_text()
+    stat = page.locator(".stat", has_text="Retries")
+    assert stat.locator(".stat-value").inner_text() == "1"
+    assert_where_time_says(receipt, page.locator(".waterfall").evaluate(DRAWN)["legs"])
+    page.close()
+
+
+def test_a_move_off_a_drained_engine_is_no_failure(pages: Any, two: BrowserFleet):
+    stream = Streamed(two, "moves", 400)
+    drained = stream.decoding(50)
+    two.send("PATCH", f"/admin/engines/{drained}", draining=True)
+    receipt = stream.receipt()
+    (move,) = receipt["retries"]
+    assert move["error"]["type"] == "draining"
+    page = pages.open(f"{two.url}/#/requests/moves")
+    after = move["after_tokens"]
+    page.get_by_text(f"moved after {after} tokens: engine drained").wait_for()
+    assert page.locator(".lane-track .mark-move").count() == 2
+    assert page.locator(".mark-bad, .leg-failed, .story-bad, .text-bad").count() == 0
+    assert f"Moves away after {after} tokens" in page.locator(".story").inner_text()
+    stat = page.locator(".stat", has_text="Retries")
+    assert stat.locator(".stat-value").inner_text() == "0"
+    assert "moved once" in stat.inner_text()
+    page.close()
 
 
 def test_a_request_that_runs_has_its_phase_and_then_ends(pages: Any, fleet: BrowserFleet):

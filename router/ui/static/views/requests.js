@@ -26,7 +26,7 @@ export function Status({ of: { status, phase, error } }) {
 function columns(longest) {
   return [
     { key: "id", title: "Request", render: ({ id }) => html`<code class="mono id">${id}</code>` },
-    { key: "status", title: "Phase", render: (one) => html`<span class="row nowrap"><${Status} of=${one} />${one.retries > 0 && html`<${Badge} tone="warn" title="attempts after failed ones">${one.retries} ${one.retries === 1 ? "retry" : "retries"}</${Badge}>`}</span>` },
+    { key: "status", title: "Phase", render: (one) => html`<span class="row nowrap"><${Status} of=${one} />${one.retries > 0 && html`<${Badge} tone="warn" title="attempts after the first: an engine failed or was drained">${one.retries} ${one.retries === 1 ? "retry" : "retries"}</${Badge}>`}</span>` },
     {
       key: "ms", title: "Duration", class: "wide-cell",
       render: ({ ms: took, queued_ms, first_token_ms }) => {
