@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -78,6 +79,12 @@ class BrowserFleet:
         reply = self.http.request(method, path, json=body)
         assert reply.status_code < 300, reply.text
         return reply.json()
+
+    def snapshot(self) -> Any:
+        """Return the next snapshot of `/admin/live`."""
+        with self.http.stream("GET", "/admin/live") as reply:
+            line = next(line for line in reply.iter_lines() if line.startswith("data: "))
+        return json.loads(line.removeprefix("data: "))
 
     def ask(self, prompt: list[int] | str, max_tokens: int = 8, *, id: str = "") -> str:
         """Have a request served; return its id."""

@@ -291,12 +291,63 @@ def test_a_swap_is_a_generation_of_its_own_and_goodput_follows_the_objectives(
     row = table.locator("tr", has_text=f"gen {second}")
     until(lambda: "100 %" in row.inner_text())
     page.locator(".chart .legend", has_text=f"gen {second}").first.wait_for()
+    marks = page.locator(".chart-mark text")
+    marks.first.wait_for()
+    assert {*marks.all_text_contents()} == {f"gen {second} data_parallel"}
+    assert marks.count() == page.locator(".chart").count()
     page.get_by_label("TPOT objective (ms)").fill("0.0001")
     page.get_by_text("TPOT ≤ 0.1 µs").wait_for()
     fleet.ask([5] * 64, 20)
     until(lambda: " 0 %" in row.inner_text().replace("\t", " "))
     page.get_by_label("TPOT objective (ms)").fill("")
     fleet.send("PUT", "/admin/strategy", name="prefill_decode")
+
+
+AS_SHOWN = """([how, value]) => import(`${location.origin}/ui/format.js`).then(
+    format => format[how](value))"""
+
+
+def test_latencies_and_rates_of_a_generation_are_those_of_the_api(pages: Any, fleet: BrowserFleet):
+    page = pages.open(f"{fleet.url}/#/latency")
+    page.get_by_label("TTFT objective (ms)").fill("100000")  # any answer meets it
+    generation = fleet.get("/admin/strategies")["active"]["generation"]
+    table = page.get_by_role("region", name="Generations")
+    heads = table.locator("th").all_inner_texts()
+    row = table.locator("tbody tr", has_text=f"gen {generation}")
+    for _ in range(12):
+        fleet.ask([6] * 64, 20)
+
+    def told() -> dict[str, str] | None:
+        """What the API tells of the generation, as the page writes it; all of it in one order."""
+        latency = fleet.snapshot()["latency"]
+        own = next((one for one in latency if one["generation"] == generation), None)
+        if own is None or not own["requests"]:
+            return None
+        wanted = {
+            "TTFT p50": ("ms", own["ttft_ms"]["p50"]),
+            "TPOT p50": ("ms", own["tpot_ms"]["p50"]),
+            "JCT p99": ("ms", own["jct_ms"]["p99"]),
+            "Requests": ("count", own["requests"]),
+            "Requests/s": ("count", own["requests"] / 10),
+            "Within SLO": ("percent", own["goodput"]),
+            "Goodput/s": ("count", own["goodput_per_s"]),
+        }
+        return {name: page.evaluate(AS_SHOWN, [*one]) for name, one in wanted.items()}
+
+    def same() -> bool:
+        expected = told()
+        if expected is None:  # the window has passed
+            fleet.ask([6] * 64, 20)
+            return False
+        cells = dict(zip(heads, row.locator("td").all_inner_texts(), strict=True))
+        return {name: cells[name] for name in expected} == expected
+
+    until(same)
+    ended = page.locator(".chart", has=page.get_by_role("heading", name="Requests", exact=True))
+    lines = ended.locator(".legend li", has_text="gen").or_(
+        ended.locator(".legend li", has_text="ended")
+    )
+    until(lambda: lines.first.locator("b").inner_text() not in ("–", "0"))
 
 
 KEYS = """chart => [...chart.querySelectorAll(".legend .key path")].map(path => {
