@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 # router and a dry run are processes of their own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser conformance fuzz soak starve attack mutants \
+.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser test-browser-thorough conformance fuzz soak starve attack mutants \
 	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-page bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
@@ -48,6 +48,9 @@ test-ray: .peers/ray/stamp  ## run the tests of fleets on a local Ray cluster (i
 
 test-browser: .peers/browser/stamp  ## run the tests of the router's page in the Chromium that is installed (installs Playwright, 45 MB)
 	@.peers/browser/bin/python -m pytest -n 0 -m "browser and not thorough" $(or $(PYTEST),tests/browser)
+
+test-browser-thorough: .peers/browser/stamp  ## keep the page open under 500 requests a second; prints what grew (an idle machine, two minutes)
+	@.peers/browser/bin/python -m pytest -n 0 -s -m "browser and thorough" $(or $(PYTEST),tests/browser)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
