@@ -82,6 +82,46 @@ def test_hostile_names_are_text(pages: Any, fleet: BrowserFleet):
     fleet.send("PUT", "/admin/strategy", name="prefill_decode")
 
 
+HOSTILE_MODELS = ("<img src=x onerror=hacked()>", "<b onclick=hacked()>\"'")
+
+
+def test_hostile_names_of_models_are_text(pages: Any):
+    """One router is the engine of another one, so its served name is a name of a server."""
+    name = HOSTILE_MODELS[0]
+    server = BrowserFleet("--served-model-name", name, roles=("any",))
+    other = server.url.replace("http", "openai+http", 1)
+    front = BrowserFleet("--engine", other, "--openai-tokenizer", "mock", roles=())
+    try:
+        until(lambda: front.get("/v1/models")["data"])
+        (engine,) = front.get("/admin/engines")["engines"]
+        assert (engine["status"], front.get("/v1/models")["data"][0]["id"]) == ("up", name)
+        context = pages.context()
+
+        def two(route: Any) -> None:
+            """Name a second model: one is not asked for."""
+            told = route.fetch().json()
+            told["data"].append({**told["data"][0], "id": HOSTILE_MODELS[1]})
+            route.fulfill(json=told)
+
+        context.route("**/v1/models", two)
+        page = pages.open(front.url, context)
+        page.evaluate("() => { window.hacked = () => console.error('hacked') }")
+        page.locator(".stat", has_text="Engines in use").get_by_text(name, exact=True).wait_for()
+        assert page.locator("img[src=x], img[onerror], main [onclick]").count() == 0
+        page.evaluate("() => { location.hash = '#/playground' }")
+        options = page.get_by_label("Model").locator("option")
+        options.nth(1).wait_for(state="attached")
+        assert options.all_text_contents() == [*HOSTILE_MODELS]
+        page.get_by_label("Message").fill("hello")
+        page.get_by_label("Message").press("Enter")
+        page.locator(".turn-assistant").get_by_text("tokens in").wait_for()
+        assert page.locator("img[src=x], img[onerror], main [onclick]").count() == 0
+        context.close()
+    finally:
+        front.close()
+        server.close()
+
+
 HOSTILE_SOURCE = '''
 """<script>hacked()</script>"""
 from router import Cluster, Request, strategy
