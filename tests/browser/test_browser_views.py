@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser_fleet import BrowserFleet, until
+from browser_fleet import BrowserFleet, Streamed, until
 
 ROLES = ("prefill", "prefill", "decode", "decode")
 
@@ -48,6 +48,52 @@ def test_the_fleet_shows_what_the_api_says(pages: Any, fleet: BrowserFleet):
     assert any(one["state"]["pages"]["cached"] for one in known.values())
 
 
+def test_the_fleet_shows_what_waits(pages: Any):
+    """While one engine has a queue."""
+    fleet = BrowserFleet(roles=("any", "any"), engine_flags=("--max-batch", "1", "--step-ms", "20"))
+    running: list[Streamed] = []
+    try:
+        drained = next(iter(engines(fleet)))
+        fleet.send("PATCH", f"/admin/engines/{drained}", draining=True)
+        page = pages.open(fleet.url)
+        running = [Streamed(fleet, f"long-{n}", 1000) for n in range(4)]
+
+        def same() -> bool:
+            for id, one in engines(fleet).items():
+                shown = card(page, id)
+                epoch = shown.get_by_text("epoch …").inner_text()
+                names, values = shown.locator("dt"), shown.locator("dd")
+                numbers = dict(zip(names.all_inner_texts(), values.all_inner_texts(), strict=True))
+                state = one["state"]
+                expected = {
+                    "running": state["running"], "waiting": state["waiting"],
+                    "load": one["load"]["tokens"],
+                }  # fmt: skip
+                if epoch != f"epoch …{str(state['epoch'])[-6:]}":
+                    return False
+                if {name: numbers[name] for name in expected} != {
+                    name: str(value) for name, value in expected.items()
+                }:
+                    return False
+                if id != drained and not (expected["running"] and expected["waiting"]):
+                    return False
+            return True
+
+        until(same)
+        page.close()
+    finally:
+        fleet.close()
+        for one in running:
+            one.join()
+
+
+OPACITIES = """labels => labels.map(label => {
+    const found = [];
+    for (let one = label; one; one = one.parentElement) found.push(getComputedStyle(one).opacity);
+    return found;
+})"""
+
+
 def test_kv_that_moves_is_drawn(pages: Any, fleet: BrowserFleet):
     page = pages.open(fleet.url)
     page.get_by_text("Live", exact=True).wait_for()
@@ -68,6 +114,12 @@ def test_kv_that_moves_is_drawn(pages: Any, fleet: BrowserFleet):
         assert said is not None, arc.text_content()
         known = engines(fleet)
         assert [known[said[1]]["role"], known[said[2]]["role"]] == ["prefill", "decode"]
+        line = page.locator(".arc-moves .arc-line").first
+        assert line.evaluate("line => getComputedStyle(line).strokeDasharray") == "none"
+        labels = page.locator(".arc text")
+        labels.first.wait_for()
+        for opacities in labels.evaluate_all(OPACITIES):  # also of arcs that fade
+            assert {*opacities} == {"1"}
     finally:
         over.set()
         loading.join()
@@ -169,43 +221,6 @@ def assert_where_time_says(receipt: dict[str, Any], drawn: list[dict[str, Any]])
         assert shown["share"] == pytest.approx(share, abs=0.01), leg
 
 
-class Streamed(threading.Thread):
-    """A streamed completion of `tokens` tokens in a thread; `result` waits for its end."""
-
-    def __init__(self, fleet: BrowserFleet, id: str, tokens: int) -> None:
-        super().__init__()
-        self._fleet, self.id, self._tokens = fleet, id, tokens
-        self.lines: list[str] = []
-        self.start()
-
-    def run(self) -> None:
-        body = {"prompt": [11] * 60, "max_tokens": self._tokens, "ignore_eos": True,
-                "stream": True}  # fmt: skip
-        headers = {"X-Request-Id": self.id}
-        with self._fleet.http.stream("POST", "/v1/completions", json=body, headers=headers) as got:
-            self.lines = [line for line in got.iter_lines() if line]
-
-    def decoding(self, tokens: int) -> str:
-        """Wait until it has so many tokens; return the engine that makes them."""
-
-        def found() -> str | None:
-            reply = self._fleet.http.get(f"/admin/requests/{self.id}")
-            legs = reply.json()["legs"] if reply.status_code == 200 else []
-            return next((leg["engine"] for leg in legs if leg["tokens"] >= tokens), None)
-
-        engine = until(found)
-        assert engine is not None
-        return engine
-
-    def receipt(self) -> dict[str, Any]:
-        """Return its receipt once it has ended well, with all tokens."""
-        self.join()
-        assert self.lines[-1] == "data: [DONE]"
-        receipt: dict[str, Any] = self._fleet.get(f"/admin/requests/{self.id}")
-        assert (receipt["status"], receipt["completion_tokens"]) == ("done", self._tokens)
-        return receipt
-
-
 @pytest.fixture
 def two() -> Iterator[BrowserFleet]:
     """Two engines of which one may be lost."""
@@ -303,8 +318,8 @@ def test_a_swap_is_a_generation_of_its_own_and_goodput_follows_the_objectives(
     fleet.send("PUT", "/admin/strategy", name="prefill_decode")
 
 
-AS_SHOWN = """([how, value]) => import(`${location.origin}/ui/format.js`).then(
-    format => format[how](value))"""
+AS_SHOWN = """([how, value, rate]) => import(`${location.origin}/ui/format.js`).then(
+    format => format[how](value) + (rate === undefined ? "" : `\\n${format.count(rate)} /s`))"""
 
 
 def test_latencies_and_rates_of_a_generation_are_those_of_the_api(pages: Any, fleet: BrowserFleet):
@@ -327,10 +342,8 @@ def test_latencies_and_rates_of_a_generation_are_those_of_the_api(pages: Any, fl
             "TTFT p50": ("ms", own["ttft_ms"]["p50"]),
             "TPOT p50": ("ms", own["tpot_ms"]["p50"]),
             "JCT p99": ("ms", own["jct_ms"]["p99"]),
-            "Requests": ("count", own["requests"]),
-            "Requests/s": ("count", own["requests"] / 10),
-            "Within SLO": ("percent", own["goodput"]),
-            "Goodput/s": ("count", own["goodput_per_s"]),
+            "Requests": ("count", own["requests"], own["requests"] / 10),
+            "Within SLO": ("percent", own["goodput"], own["goodput_per_s"]),
         }
         return {name: page.evaluate(AS_SHOWN, [*one]) for name, one in wanted.items()}
 
@@ -343,11 +356,6 @@ def test_latencies_and_rates_of_a_generation_are_those_of_the_api(pages: Any, fl
         return {name: cells[name] for name in expected} == expected
 
     until(same)
-    ended = page.locator(".chart", has=page.get_by_role("heading", name="Requests", exact=True))
-    lines = ended.locator(".legend li", has_text="gen").or_(
-        ended.locator(".legend li", has_text="ended")
-    )
-    until(lambda: lines.first.locator("b").inner_text() not in ("–", "0"))
 
 
 KEYS = """chart => [...chart.querySelectorAll(".legend .key path")].map(path => {

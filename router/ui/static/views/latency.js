@@ -49,6 +49,8 @@ function Objectives() {
   return html`<div class="objectives">${field("ttft_ms", "TTFT objective (ms)")}${field("tpot_ms", "TPOT objective (ms)")}</div>`;
 }
 
+const withRate = (shown, perS) => html`${shown}<div class="note num">${count(perS)} /s</div>`;
+
 const COLUMNS = [
   {
     key: "strategy", title: "Strategy",
@@ -56,14 +58,12 @@ const COLUMNS = [
       ${role && html`<${Badge} tone=${role === "active" ? "good" : "accent"}>${role}</${Badge}>`}</span>`,
   },
   { key: "since", title: "Since", align: "right", render: ({ since }) => html`<span class="note num">${ago(since)}</span>` },
-  { key: "requests", title: "Requests", align: "right", render: ({ requests }) => count(requests) },
-  { key: "rate", title: "Requests/s", align: "right", render: ({ per_s }) => count(per_s) },
+  { key: "requests", title: "Requests", align: "right", render: ({ requests, per_s }) => withRate(count(requests), per_s) },
   { key: "failed", title: "Failed", align: "right", render: ({ failed }) => (failed ? html`<b class="text-bad">${failed}</b>` : "0") },
   ...METRICS.flatMap(([key, , note]) => ["p50", "p99"].map((which) => ({
     key: `${key} ${which}`, title: `${note.split(",")[0]} ${which}`, align: "right", render: (row) => ms(row[key]?.[which]),
   }))),
-  { key: "goodput", title: "Within SLO", align: "right", render: ({ goodput }) => percent(goodput) },
-  { key: "goodput/s", title: "Goodput/s", align: "right", render: ({ goodput_per_s }) => count(goodput_per_s) },
+  { key: "goodput", title: "Within SLO", align: "right", render: ({ goodput, goodput_per_s }) => withRate(percent(goodput), goodput_per_s) },
 ];
 
 function Generations({ now }) {
