@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-long bench-long-simulated bench-float32-attention bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
+	bench-receiving bench-long bench-long-simulated bench-float32-attention bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures screenshots peers clean
 
 ##@ Try it
 
@@ -175,6 +175,9 @@ bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULT
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
 
 ##@ Maintain
+
+screenshots: .peers/browser/stamp  ## take the pictures of docs/dashboard.md again, on real engines (an idle machine, five minutes)
+	@.peers/browser/bin/python tests/browser/screenshots.py $(SCREENSHOTS_FLAGS)
 
 peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/vllm/stamp .peers/aiperf/stamp  ## install what the benches compare with, in environments of their own
 

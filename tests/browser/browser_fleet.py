@@ -118,7 +118,7 @@ class Streamed(threading.Thread):
                 "stream": True}  # fmt: skip
         headers = {"X-Request-Id": self.id}
         post = self._fleet.http.stream("POST", "/v1/completions", json=body, headers=headers)
-        with post as got:
+        with suppress(httpx.HTTPError), post as got:  # the test looks at what has come
             self.lines = [line for line in got.iter_lines() if line]
 
     def decoding(self, tokens: int) -> str:
@@ -141,7 +141,7 @@ class Streamed(threading.Thread):
     def receipt(self) -> dict[str, Any]:
         """Return its receipt once it has ended well, with all tokens."""
         self.join()
-        assert self.lines[-1] == "data: [DONE]"
+        assert self.lines[-1:] == ["data: [DONE]"]
         receipt = self.told()
         assert (receipt["status"], receipt["completion_tokens"]) == ("done", self._tokens)
         return receipt
