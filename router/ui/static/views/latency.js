@@ -109,12 +109,12 @@ function View() {
       <${Card}><${Chart} title="Goodput" note=${objectives.length ? objectives.join(", ") : "no objective: what did not fail"} format=${percent} most=${1.05}
         series=${generations.map(({ generation, color, name }) => ({ label: name, color: COLORS[color], values: ring.map((one) => of(one, generation)?.goodput ?? null) }))} ...${common} /></${Card}>
       <${Card}><${Chart} title="Requests" note=${`per second; ended: over ${now.window_s} s, by generation`} format=${count} series=${[
-        ...generations.map(({ generation, color, name }) => ({
-          label: many ? name : "ended", color: COLORS[color],
+        ...generations.map(({ generation, color }) => ({
+          label: many ? `gen ${generation}` : "ended", color: COLORS[color],
           values: ring.map((one) => { const its = of(one, generation); return its ? its.requests / one.window_s : null; }),
         })),
         { label: "arrived", color: "muted", dash: [3, 3], values: ring.map(({ requests }) => requests.begun_per_s) },
-        { label: "failed", color: "bad", values: ring.map(({ requests }) => requests.failed_per_s) },
+        { label: "failed", color: "bad", dash: [1, 4], width: 2.5, values: ring.map(({ requests }) => requests.failed_per_s) },
       ]} ...${common} /></${Card}>
       <${Card}><${Chart} title="Tokens" note="per second" format=${count} series=${[
         { label: "emitted", color: "decode", fill: "decode-soft", values: ring.map(({ requests }) => requests.tokens_per_s) },
