@@ -12,13 +12,13 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 # router and a dry run are processes of their own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser conformance fuzz soak starve attack mutants \
+.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser test-browser-thorough conformance fuzz soak starve attack mutants \
 	advise-trial check \
-	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-faults bench-disagg \
+	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-page bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-long bench-long-simulated bench-float32-attention bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
+	bench-receiving bench-long bench-long-simulated bench-float32-attention bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures screenshots peers clean
 
 ##@ Try it
 
@@ -48,6 +48,9 @@ test-ray: .peers/ray/stamp  ## run the tests of fleets on a local Ray cluster (i
 
 test-browser: .peers/browser/stamp  ## run the tests of the router's page in the Chromium that is installed (installs Playwright, 45 MB)
 	@.peers/browser/bin/python -m pytest -n 0 -m "browser and not thorough" $(or $(PYTEST),tests/browser)
+
+test-browser-thorough: .peers/browser/stamp  ## keep the page open under 500 requests a second; prints what grew (an idle machine, two minutes)
+	@.peers/browser/bin/python -m pytest -n 0 -s -m "browser and thorough" $(or $(PYTEST),tests/browser)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
@@ -98,6 +101,9 @@ bench-router-workers: $(VENV)/demo.stamp  ## requests per second of the router w
 
 bench-router-replicas: $(VENV)/demo.stamp  ## what 1 to 8 routers cost 64 engines that all of them watch
 	@$(RUN) -m bench.router_replicas
+
+bench-page: $(VENV)/demo.stamp  ## what one who looks at the page costs the router, by view, with 2 and 64 engines (PAGE_FLAGS="--rounds 9")
+	@$(RUN) -m bench.page $(PAGE_FLAGS)
 
 bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## the router under NVIDIA's load tool aiperf, unmodified (AIPERF_FLAGS="--backend vllm")
 	@$(RUN) -m bench.aiperf $(AIPERF_FLAGS)
@@ -169,6 +175,9 @@ bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULT
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
 
 ##@ Maintain
+
+screenshots: .peers/browser/stamp  ## take the pictures of docs/dashboard.md again, on real engines (an idle machine, five minutes)
+	@.peers/browser/bin/python tests/browser/screenshots.py $(SCREENSHOTS_FLAGS)
 
 peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/vllm/stamp .peers/aiperf/stamp  ## install what the benches compare with, in environments of their own
 

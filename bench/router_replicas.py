@@ -157,7 +157,7 @@ def measure(watched: Sequence[Server], count: int, seconds: int) -> dict[str, An
     start = partial(ForkedProcess, run_microserve, *flags, str(os.getpid()))
     with started(start, count) as routers:
         for router in routers:
-            _wait_for_engines(router.url, len(watched))
+            wait_for_engines(router.url, len(watched))
         if count:  # routers open their streams when they first need them
             _load([router.url for router in routers], WARM_UP_S)
         time.sleep(SETTLE_S)
@@ -245,7 +245,7 @@ def _load(urls: list[str], seconds: int) -> list[list[Answer]]:
         rate = REQUESTS_PER_S / len(urls)
         return await asyncio.gather(
             *(
-                open_loop(url, _requests(url), count=round(rate * seconds),
+                open_loop(url, requests_of(url), count=round(rate * seconds),
                           connections=CONNECTIONS, per_s=rate)
                 for url in urls
             )
@@ -255,7 +255,7 @@ def _load(urls: list[str], seconds: int) -> list[list[Answer]]:
         return runner.run(run())
 
 
-def _requests(url: str) -> Callable[[int], bytes]:
+def requests_of(url: str) -> Callable[[int], bytes]:
     def request(_: int) -> bytes:
         number = next(NUMBERS)  # so that no prompt is in any cache
         prompt = [number // 500, number % 500, *range(2, PROMPT)]
@@ -266,7 +266,7 @@ def _requests(url: str) -> Callable[[int], bytes]:
     return request
 
 
-def _wait_for_engines(url: str, count: int) -> None:
+def wait_for_engines(url: str, count: int) -> None:
     give_up = time.monotonic() + SEEN_S
     while httpx.get(f"{url}/health", timeout=30).json()["engines"]["up"] < count:
         if time.monotonic() > give_up:

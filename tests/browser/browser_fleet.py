@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ import httpx
 from engine_process import EngineProcess
 from forked import ForkedProcess, run_microserve
 
-__all__ = ["BrowserFleet", "behind_prefix", "until"]
+__all__ = ["BrowserFleet", "Streamed", "behind_prefix", "until"]
 
 T = TypeVar("T")
 FAST = ("--step-ms", "2", "--prefill-tokens-per-ms", "50")
@@ -79,6 +80,12 @@ class BrowserFleet:
         assert reply.status_code < 300, reply.text
         return reply.json()
 
+    def snapshot(self) -> Any:
+        """Return the next snapshot of `/admin/live`."""
+        with self.http.stream("GET", "/admin/live") as reply:
+            line = next(line for line in reply.iter_lines() if line.startswith("data: "))
+        return json.loads(line.removeprefix("data: "))
+
     def ask(self, prompt: list[int] | str, max_tokens: int = 8, *, id: str = "") -> str:
         """Have a request served; return its id."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -95,6 +102,49 @@ def until(condition: Callable[[], T], timeout: float = 30.0) -> T:
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
     return found
+
+
+class Streamed(threading.Thread):
+    """A streamed completion of `tokens` tokens in a thread; `receipt` waits for its end."""
+
+    def __init__(self, fleet: BrowserFleet, id: str, tokens: int) -> None:
+        super().__init__()
+        self._fleet, self.id, self._tokens = fleet, id, tokens
+        self.lines: list[str] = []  # of the answer, once it has ended
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": [11] * 60, "max_tokens": self._tokens, "ignore_eos": True,
+                "stream": True}  # fmt: skip
+        headers = {"X-Request-Id": self.id}
+        post = self._fleet.http.stream("POST", "/v1/completions", json=body, headers=headers)
+        with suppress(httpx.HTTPError), post as got:  # the test looks at what has come
+            self.lines = [line for line in got.iter_lines() if line]
+
+    def decoding(self, tokens: int) -> str:
+        """Wait until it has so many tokens; return the engine that makes them."""
+
+        def found() -> str | None:
+            reply = self._fleet.http.get(f"/admin/requests/{self.id}")
+            legs = reply.json()["legs"] if reply.status_code == 200 else []
+            return next((leg["engine"] for leg in legs if leg["tokens"] >= tokens), None)
+
+        engine = until(found)
+        assert engine is not None
+        return engine
+
+    def told(self) -> dict[str, Any]:
+        """Return its receipt as it is now."""
+        receipt: dict[str, Any] = self._fleet.get(f"/admin/requests/{self.id}")
+        return receipt
+
+    def receipt(self) -> dict[str, Any]:
+        """Return its receipt once it has ended well, with all tokens."""
+        self.join()
+        assert self.lines[-1:] == ["data: [DONE]"]
+        receipt = self.told()
+        assert (receipt["status"], receipt["completion_tokens"]) == ("done", self._tokens)
+        return receipt
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ from browser_fleet import BrowserFleet, behind_prefix, until
 KEY = "the admin key of this test"
 VIEWS = ("fleet", "requests", "latency", "strategies", "playground")
 MOST_BYTES = 200_000
+PATIENT_MS = 240_000  # dry runs take seconds of CPU
 HOSTILE = '"><img/src=x onerror=hacked()>${hacked()}'
 # Of a failed connection, which tests of restarts cause.
 LOST = re.compile(r"Failed to load resource|ERR_|network")
@@ -80,6 +81,46 @@ def test_hostile_names_are_text(pages: Any, fleet: BrowserFleet):
     page.evaluate("() => { location.hash = '#/requests?show=newest' }")
     page.get_by_text(HOSTILE.replace(" ", "/")).wait_for()
     fleet.send("PUT", "/admin/strategy", name="prefill_decode")
+
+
+HOSTILE_MODELS = ("<img src=x onerror=hacked()>", "<b onclick=hacked()>\"'")
+
+
+def test_hostile_names_of_models_are_text(pages: Any):
+    """One router is the engine of another one, so its served name is a name of a server."""
+    name = HOSTILE_MODELS[0]
+    server = BrowserFleet("--served-model-name", name, roles=("any",))
+    other = server.url.replace("http", "openai+http", 1)
+    front = BrowserFleet("--engine", other, "--openai-tokenizer", "mock", roles=())
+    try:
+        until(lambda: front.get("/v1/models")["data"])
+        (engine,) = front.get("/admin/engines")["engines"]
+        assert (engine["status"], front.get("/v1/models")["data"][0]["id"]) == ("up", name)
+        context = pages.context()
+
+        def two(route: Any) -> None:
+            """Name a second model: one is not asked for."""
+            told = route.fetch().json()
+            told["data"].append({**told["data"][0], "id": HOSTILE_MODELS[1]})
+            route.fulfill(json=told)
+
+        context.route("**/v1/models", two)
+        page = pages.open(front.url, context)
+        page.evaluate("() => { window.hacked = () => console.error('hacked') }")
+        page.locator(".stat", has_text="Engines in use").get_by_text(name, exact=True).wait_for()
+        assert page.locator("img[src=x], img[onerror], main [onclick]").count() == 0
+        page.evaluate("() => { location.hash = '#/playground' }")
+        options = page.get_by_label("Model").locator("option")
+        options.nth(1).wait_for(state="attached")
+        assert options.all_text_contents() == [*HOSTILE_MODELS]
+        page.get_by_label("Message").fill("hello")
+        page.get_by_label("Message").press("Enter")
+        page.locator(".turn-assistant").get_by_text("tokens in").wait_for()
+        assert page.locator("img[src=x], img[onerror], main [onclick]").count() == 0
+        context.close()
+    finally:
+        front.close()
+        server.close()
 
 
 HOSTILE_SOURCE = '''
@@ -157,23 +198,83 @@ def test_no_view_is_wider_than_a_phone(pages: Any, fleet: BrowserFleet, view: st
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+LONG_ID = "0123456789abcdef" * 2
+WIDTHS = """() => [...document.querySelectorAll(".table-scroll")].map(
+    box => [box.getAttribute("aria-label"), box.scrollWidth, box.clientWidth])"""
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "requests?show=newest", f"requests/{LONG_ID}"])
+def test_at_1280_pixels_no_table_scrolls_sideways(pages: Any, fleet: BrowserFleet, view: str):
+    fleet.ask(list(range(300, 340)), id=LONG_ID)
+    context = pages.context(viewport={"width": 1280, "height": 800})
+
+    def older(route: Any) -> None:
+        """Make requests 89 seconds older: their ages are as long as they get."""
+        reply = route.fetch()
+        told = reply.json()
+        for one in told.get("requests", ()):  # none in the refusal of the first call
+            one["created"] -= 89
+        route.fulfill(response=reply, json=told)
+
+    context.route("**/admin/requests?*", older)
+    page = entered(pages, fleet, f"#/{view}", context=context)
+    if view.startswith("requests?") or view == "requests":
+        page.get_by_text(re.compile(r"^1 min \d+ s ago$")).first.wait_for()
+    elif view.startswith("requests/"):
+        page.get_by_text("Time lines").wait_for()
+    page.wait_for_timeout(500)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    boxes = page.evaluate(WIDTHS)
+    assert bool(boxes) == (view not in ("fleet", "playground"))
+    assert [box for box in boxes if box[1] > box[2]] == []
+
+
+def test_nothing_moves_for_those_who_want_no_motion(pages: Any, fleet: BrowserFleet):
+    page = entered(pages, fleet, reduced_motion="reduce")
+    styles = """name => {
+        const one = document.querySelector("main").appendChild(document.createElement("i"));
+        one.className = name;
+        const {animationName, transitionDuration} = getComputedStyle(one);
+        return [animationName, transitionDuration];
+    }"""
+    for name in ("spinner", "caret"):
+        assert page.evaluate(styles, name) == ["none", "0s"]
+    moving = entered(pages, fleet, reduced_motion="no-preference")
+    assert [moving.evaluate(styles, name)[0] for name in ("spinner", "caret")] == ["turn", "blink"]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_no_view_has_a_serious_accessibility_violation(pages: Any, fleet: BrowserFleet, theme: str):
-    from axe_playwright_python.sync_playwright import Axe
-
     fleet.ask(list(range(40)), id="seen")
     page = entered(pages, fleet, color_scheme=theme)
     assert page.evaluate("document.documentElement.dataset.theme") == theme
     for at in (*VIEWS, "requests?show=newest", "requests/seen"):
         page.evaluate("at => { location.hash = `#/${at}` }", at)
         page.wait_for_timeout(700)
-        found = Axe().run(page).response["violations"]
-        serious = [
-            (one["id"], [node["html"][:200] for node in one["nodes"]])
-            for one in found
-            if one["impact"] in ("serious", "critical")
-        ]
-        assert serious == [], at
+        assert serious_violations(page) == [], at
+    page.keyboard.press("?")
+    page.get_by_role("dialog").wait_for()
+    assert serious_violations(page) == [], "a dialog"
+    page.keyboard.press("Escape")
+    page.goto(f"{fleet.url}/#/strategies/data_parallel")
+    page.get_by_role("button", name="Edit a copy").click()
+    editor = page.get_by_label("Source of my_data_parallel")
+    editor.fill(editor.input_value().replace("yield chunk", "yield chunk chunk"))
+    page.get_by_role("button", name="Check", exact=True).click()
+    page.locator("#check-result").get_by_text("Syntax error.").wait_for(timeout=PATIENT_MS)
+    assert page.locator(".line-marked").count() == 1
+    assert serious_violations(page) == [], "a failed check"
+
+
+def serious_violations(page: Any) -> list[tuple[str, list[str]]]:
+    """What axe-core finds, and in which elements."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    return [
+        (one["id"], [node["html"][:200] for node in one["nodes"]])
+        for one in Axe().run(page).response["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
 
 
 def test_all_that_the_browser_loads_is_small_and_comes_from_here(pages: Any, fleet: BrowserFleet):

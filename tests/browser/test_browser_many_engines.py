@@ -26,10 +26,7 @@ def table_of_many(pages: Any, fleet: BrowserFleet) -> Any:
     context = pages.context()
 
     def more(route: Any) -> None:
-        with fleet.http.stream("GET", "/admin/live") as reply:
-            lines = reply.iter_lines()
-            data = next(line for line in lines if line.startswith("data: "))
-        told = json.loads(data.removeprefix("data: "))
+        told = fleet.snapshot()
         one = told["engines"][0]
         copies = [
             {**one, "id": f"copy-{n}", "url": f"http://copy:{n}", "waiting": 7 * n % 20}

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from browser_fleet import BrowserFleet, until
+from browser_fleet import BrowserFleet, Streamed, until
 
 PATIENT_MS = 240_000  # dry runs and simulations take seconds of CPU
 FOLDER = Path(__file__).parents[2] / "strategies"
@@ -111,6 +111,8 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         assert "my_cache_aware" not in names(fleet)  # it was simulated without being loaded
 
         before = fleet.get("/admin/strategies")["active"]["generation"]
+        first = Streamed(fleet, "before-the-canary", 8000)  # a minute at least: steps take 8 ms
+        first.decoding(1)
         press(page, "Canary…")
         page.get_by_label("Share of requests (%)").fill("50")
         page.get_by_label("Requests until the verdict").fill("100000")
@@ -124,6 +126,10 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         until(lambda: not budget.inner_text().startswith("0 of"))
         assert budget.inner_text().endswith("of 100k")
 
+        second = Streamed(fleet, "before-the-promotion", 4000)
+        second.decoding(1)
+        begun_in = {one.id: one.told()["generation"] for one in (first, second)}
+        assert begun_in[first.id] == before and begun_in[second.id] in (before, before + 1)
         press(page, "Promote now")
         page.get_by_text("Canary promoted.").wait_for()
         active = fleet.get("/admin/strategies")["active"]
@@ -133,6 +139,7 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         page.locator(".running-name", has_text="data_parallel").wait_for()
         active = fleet.get("/admin/strategies")["active"]
         assert (active["name"], active["generation"]) == ("data_parallel", before + 2)
+        assert [one.told()["status"] for one in (first, second)] == ["running", "running"]
         page.locator(".audit tbody tr", has_text="rolled back").first.wait_for()
         said = page.locator(".audit tbody tr").all_inner_texts()[:4]
         for row, what in zip(
@@ -142,6 +149,9 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         ended = [one.ended for one in streams]
         until(lambda: all(one.ended > n for one, n in zip(streams, ended, strict=True)))
     assert [one.failed for one in streams] == [[] for _ in streams]
+    for one in (first, second):  # with all its tokens, in the generation in which it began
+        receipt = one.receipt()
+        assert (receipt["generation"], receipt["retries"]) == (begun_in[one.id], [])
 
 
 FAILS = """from router import Cluster, Request, strategy

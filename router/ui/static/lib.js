@@ -2,7 +2,7 @@
 import { h } from "./vendor/preact.js";
 import htm from "./vendor/htm.js";
 
-export { Fragment, h, render } from "./vendor/preact.js";
+export { h, render } from "./vendor/preact.js";
 export {
   useCallback,
   useEffect,
@@ -10,7 +10,6 @@ export {
   useId,
   useLayoutEffect,
   useMemo,
-  useReducer,
   useRef,
   useState,
 } from "./vendor/hooks.js";

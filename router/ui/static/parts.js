@@ -1,7 +1,6 @@
 // What views are made of.
 import { Chart } from "./chart.js";
 import { html, useCallback, useEffect, useId, useLayoutEffect, useRef, useState } from "./lib.js";
-import { ms } from "./format.js";
 
 export { Chart };
 
@@ -195,10 +194,6 @@ export function Sparkline({ values, tone = "accent", label }) {
   </svg>`;
 }
 
-export const Duration = ({ value }) => html`<span class="num">${ms(value)}</span>`;
-
-export const Code = ({ children, title }) => html`<code class="mono" title=${title}>${children}</code>`;
-
 // Text next to a button that copies it.
 export function Copyable({ text, children }) {
   const [copied, set] = useState(false);
@@ -224,7 +219,7 @@ export function Tabs({ tabs, value, onChange, label }) {
   </div>`;
 }
 
-// Runs something that takes time: {run, busy, error, clear}. `run` resolves to undefined on failure.
+// Runs something that takes time: {run, busy, error}. `run` resolves to undefined on failure.
 export function useAction(work) {
   const [state, set] = useState({ busy: false, error: null });
   const latest = useRef(work);
@@ -240,7 +235,7 @@ export function useAction(work) {
       return undefined;
     }
   }, []);
-  return { ...state, run, clear: () => set({ busy: false, error: null }) };
+  return { ...state, run };
 }
 
 // Resolves when the page is seen again, or after a while.

@@ -64,7 +64,7 @@ function Budget({ title, used, of, tone, budget }) {
   </div>`;
 }
 
-// The last minutes of both generations, side by side.
+// The requests of both generations that ended in the window of the snapshot, side by side.
 function Compared({ live, canary, active }) {
   const [now, tried] = [active, canary].map((number) => live?.latency?.find((one) => one.generation === number));
   if (!now || !tried) return null;

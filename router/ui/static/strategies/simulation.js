@@ -135,7 +135,7 @@ function Verdict({ row, same, goodput }) {
 function Figure({ value, most, shown, tone }) {
   return html`<td class="align-right figure">
     <span class="num">${shown(value)}</span>
-    <span class="bar" aria-hidden="true"><i class=${`seg-${tone}`} style=${{ width: `${(100 * (value ?? 0)) / most}%` }}></i></span>
+    <span class="share" aria-hidden="true"><i class=${`seg-${tone}`} style=${{ width: `${(100 * (value ?? 0)) / most}%` }}></i></span>
   </td>`;
 }
 

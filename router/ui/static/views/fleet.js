@@ -179,7 +179,7 @@ function View() {
   if (!now) return html`<${Empty} title="Waiting for the router" />`;
   const { engines } = now;
   const many = engines.length > CARDS;
-  const flows = engines.length > 1 && html`<${Card} title="KV between engines" note="puts of the last second; replicas dashed">
+  const flows = engines.length > 1 && html`<${Card} title="KV between engines" note="puts of the last second; replicas are dashed">
     <${Flows} now=${now} ring=${ring} />
   </${Card}>`;
   return html`

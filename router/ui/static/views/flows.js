@@ -67,11 +67,12 @@ function curve(from, to, width) {
 function Arc({ flow, from, to, width, labelled }) {
   const { path, middle } = curve(from, to, width);
   const moves = flow.calls > 0 || flow.sending > 0;
+  const opacity = 1 - flow.age / FADE; // of the line; its label stays readable
   const thick = 1.5 + Math.min(4, Math.log10(1 + flow.bytes / 1e4));
   const said = flow.calls ? `${bytes(flow.bytes)}/s` : moves ? `${count(flow.sending)} under way` : `${count(flow.mirrors)} mirrored`;
-  return html`<g class=${moves ? "arc arc-moves" : "arc arc-mirror"} style=${{ opacity: 1 - flow.age / FADE }}>
-    <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-bed" />
-    <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-line" />
+  return html`<g class=${moves ? "arc arc-moves" : "arc arc-mirror"}>
+    <path d=${path} style=${{ strokeWidth: `${thick}px`, opacity }} class="arc-line" />
+    ${moves && html`<path d=${path} style=${{ strokeWidth: `${thick / 2}px`, opacity }} class="arc-dots" />`}
     ${labelled && html`<text x=${middle[0]} y=${middle[1] - 6} text-anchor="middle">${said}</text>`}
     <title>${`${flow.from} to ${flow.to}: ${count(flow.calls)} sends, ${bytes(flow.bytes)}; ${count(flow.sending)} under way; ${count(flow.mirrors)} mirrored`}</title>
   </g>`;

@@ -6,7 +6,6 @@ import { Badge, Card, Chart, Empty, Field, Table } from "../parts.js";
 
 const LINES = 3; // generations with lines of their own: those with the latest requests
 const COLORS = ["accent", "line-2", "line-3"];
-const SOFT = ["accent-soft", null, null];
 const PERCENTILES = { p50: [70, [2, 4]], p90: [85, [7, 4]], p99: [100] }; // strength of color (%), dashes
 const LEAST_SPAN_S = 60;
 const SPAN_S = 600;
@@ -50,6 +49,8 @@ function Objectives() {
   return html`<div class="objectives">${field("ttft_ms", "TTFT objective (ms)")}${field("tpot_ms", "TPOT objective (ms)")}</div>`;
 }
 
+const withRate = (shown, perS) => html`${shown}<div class="note num">${count(perS)} /s</div>`;
+
 const COLUMNS = [
   {
     key: "strategy", title: "Strategy",
@@ -57,19 +58,19 @@ const COLUMNS = [
       ${role && html`<${Badge} tone=${role === "active" ? "good" : "accent"}>${role}</${Badge}>`}</span>`,
   },
   { key: "since", title: "Since", align: "right", render: ({ since }) => html`<span class="note num">${ago(since)}</span>` },
-  { key: "requests", title: "Requests", align: "right", render: ({ requests }) => count(requests) },
+  { key: "requests", title: "Requests", align: "right", render: ({ requests, per_s }) => withRate(count(requests), per_s) },
   { key: "failed", title: "Failed", align: "right", render: ({ failed }) => (failed ? html`<b class="text-bad">${failed}</b>` : "0") },
   ...METRICS.flatMap(([key, , note]) => ["p50", "p99"].map((which) => ({
     key: `${key} ${which}`, title: `${note.split(",")[0]} ${which}`, align: "right", render: (row) => ms(row[key]?.[which]),
   }))),
-  { key: "goodput", title: "Within SLO", align: "right", render: ({ goodput }) => percent(goodput) },
+  { key: "goodput", title: "Within SLO", align: "right", render: ({ goodput, goodput_per_s }) => withRate(percent(goodput), goodput_per_s) },
 ];
 
 function Generations({ now }) {
   const roles = { [now.active.generation]: "active", ...(now.canary && { [now.canary.generation]: "canary" }) };
   const idle = [now.active, now.canary].filter((one) => one && !now.latency.some(({ generation }) => generation === one.generation));
   const rows = [...now.latency, ...idle.map((one) => ({ requests: 0, failed: 0, ...one }))]
-    .map((one) => ({ ...one, role: roles[one.generation], color: COLORS[one.generation % COLORS.length] }))
+    .map((one) => ({ ...one, per_s: one.requests / now.window_s, role: roles[one.generation], color: COLORS[one.generation % COLORS.length] }))
     .sort((a, b) => b.generation - a.generation);
   return html`<${Card} title="Generations" note=${`requests that ended in the last ${now.window_s} s`}>
     <${Table} label="Generations" columns=${COLUMNS} rows=${rows} rowKey=${({ generation }) => generation} />
@@ -107,10 +108,13 @@ function View() {
       ${METRICS.map(([metric, title, note]) => html`<${Card} key=${metric}><${Chart} title=${title} note=${note} format=${ms} series=${lines(metric)} ...${common} /></${Card}>`)}
       <${Card}><${Chart} title="Goodput" note=${objectives.length ? objectives.join(", ") : "no objective: what did not fail"} format=${percent} most=${1.05}
         series=${generations.map(({ generation, color, name }) => ({ label: name, color: COLORS[color], values: ring.map((one) => of(one, generation)?.goodput ?? null) }))} ...${common} /></${Card}>
-      <${Card}><${Chart} title="Requests" note="per second" format=${count} series=${[
-        { label: "ended", color: "accent", fill: SOFT[0], values: ring.map(({ requests }) => requests.ended_per_s) },
+      <${Card}><${Chart} title="Requests" note=${`per second; ended: over ${now.window_s} s, by generation`} format=${count} series=${[
+        ...generations.map(({ generation, color }) => ({
+          label: many ? `gen ${generation}` : "ended", color: COLORS[color],
+          values: ring.map((one) => { const its = of(one, generation); return its ? its.requests / one.window_s : null; }),
+        })),
         { label: "arrived", color: "muted", dash: [3, 3], values: ring.map(({ requests }) => requests.begun_per_s) },
-        { label: "failed", color: "bad", values: ring.map(({ requests }) => requests.failed_per_s) },
+        { label: "failed", color: "bad", dash: [1, 4], width: 2.5, values: ring.map(({ requests }) => requests.failed_per_s) },
       ]} ...${common} /></${Card}>
       <${Card}><${Chart} title="Tokens" note="per second" format=${count} series=${[
         { label: "emitted", color: "decode", fill: "decode-soft", values: ring.map(({ requests }) => requests.tokens_per_s) },

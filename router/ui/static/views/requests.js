@@ -26,7 +26,7 @@ export function Status({ of: { status, phase, error } }) {
 function columns(longest) {
   return [
     { key: "id", title: "Request", render: ({ id }) => html`<code class="mono id">${id}</code>` },
-    { key: "status", title: "Phase", render: (one) => html`<span class="row nowrap"><${Status} of=${one} />${one.retries > 0 && html`<${Badge} tone="warn" title="attempts after failed ones">${one.retries} ${one.retries === 1 ? "retry" : "retries"}</${Badge}>`}</span>` },
+    { key: "status", title: "Phase", render: (one) => html`<span class="row nowrap"><${Status} of=${one} />${one.retries > 0 && html`<${Badge} tone="warn" title="attempts after the first: an engine failed or was drained">${one.retries} ${one.retries === 1 ? "retry" : "retries"}</${Badge}>`}</span>` },
     {
       key: "ms", title: "Duration", class: "wide-cell",
       render: ({ ms: took, queued_ms, first_token_ms }) => {
@@ -44,8 +44,8 @@ function columns(longest) {
       render: ({ prompt_tokens, cached_tokens }) => html`<span title=${`${cached_tokens} cached`}>${count(prompt_tokens)}${cached_tokens > 0 && html` <small>${Math.round((100 * cached_tokens) / prompt_tokens)} % cached</small>`}</span>`,
     },
     { key: "tokens", title: "Output", align: "right", render: ({ completion_tokens }) => count(completion_tokens) },
-    { key: "engines", title: "Engines", render: ({ engines }) => html`<span class="mono num">${engines.join(", ") || "–"}</span>` },
-    { key: "strategy", title: "Strategy", render: ({ strategy, generation }) => html`<span class="num">${strategy} <small>gen ${generation}</small></span>` },
+    { key: "engines", title: "Engines", render: ({ engines }) => html`<span class="mono">${engines.join(", ") || "–"}</span>` },
+    { key: "strategy", title: "Strategy", render: ({ strategy, generation }) => html`${strategy} <small>gen ${generation}</small>` },
     { key: "created", title: "Arrived", align: "right", render: ({ created }) => html`<span class="num note">${ago(created)}</span>` },
   ];
 }

@@ -1,13 +1,16 @@
 // A receipt in words: [{at, text, tone}], sorted by time in ms since the request arrived.
 import { bytes, count, ms } from "../format.js";
 
+// Nothing has failed: the client went away, or the engine is drained and the request moves.
+export const calm = (error) => error.type === "cancelled" || error.type === "draining";
+
 const tokens = (number) => `${count(number)} token${number === 1 ? "" : "s"}`;
 
 function ofLeg(leg) {
   const { call, engine, to, begin, end, ms: took, error } = leg;
   const lasted = took === null ? "" : ` in ${ms(took)}`;
   if (error?.type === "cancelled") return { text: `${call} on ${engine} was cancelled${took === null ? "" : ` after ${ms(took)}`}` };
-  if (error) return { text: `${call} on ${engine} failed: ${error.type}: ${error.message}`, tone: "bad" };
+  if (error) return { text: `${call} on ${engine} ${calm(error) ? "ended" : "failed"}: ${error.type}: ${error.message}`, tone: calm(error) ? "warn" : "bad" };
   if (call === "prep_recv") {
     if (took === null) return { text: `${engine} is asked for room for ${tokens(end)}` };
     const cached = leg.match_len ? `, of which ${count(leg.match_len)} are cached there` : "";
@@ -47,8 +50,8 @@ export function told(receipt) {
     ...receipt.legs.filter(({ mirror_error }) => mirror_error).map((leg) => ({ at: leg.start_ms, text: `the replica of the generation on ${leg.engine} ended: ${leg.mirror_error}`, tone: "warn" })),
     ...receipt.retries.map(({ at_ms, after_tokens, error, engines }) => ({
       at: at_ms,
-      text: `Goes on elsewhere after ${tokens(after_tokens)}${engines.length ? `, not on ${engines.join(", ")}` : ""}: ${error.message}`,
-      tone: "warn",
+      text: `${calm(error) ? "Moves away" : "Goes on elsewhere"} after ${tokens(after_tokens)}${engines.length ? `, not on ${engines.join(", ")}` : ""}: ${error.message}`,
+      tone: calm(error) ? undefined : "warn",
     })),
   ];
   if (receipt.ms !== null) {

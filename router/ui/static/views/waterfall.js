@@ -3,7 +3,7 @@ import { get } from "../api.js";
 import { bytes, clock, count, ms, shortMs } from "../format.js";
 import { html } from "../lib.js";
 import { Badge, Card, Copyable, Empty, Meter, Notice, Stat, Table, usePolled } from "../parts.js";
-import { told } from "./story.js";
+import { calm, told } from "./story.js";
 
 const RUNNING_MS = 500;
 const DONE_MS = 60_000;
@@ -62,7 +62,7 @@ function lanesOf(receipt, now) {
     const attempt = leg.attempt > 1 ? `, attempt ${leg.attempt}` : "";
     const choice = leg.choice > 0 ? `, choice ${leg.choice}` : "";
     put(lane(leg.engine), {
-      key: number, from: leg.start_ms, to, name: leg.call, bars: parts, failed: Boolean(leg.error) && leg.error.type !== "cancelled", open: leg.ms === null,
+      key: number, from: leg.start_ms, to, name: leg.call, bars: parts, failed: Boolean(leg.error) && !calm(leg.error), open: leg.ms === null,
       title: `${leg.call} (${NAMES[leg.call]})${attempt}${choice}: ${ms(to - leg.start_ms)}${leg.error ? `; ${leg.error.type}: ${leg.error.message}` : ""}\n${parts.map((bar) => bar.title).join("\n")}`,
     });
   });
@@ -83,7 +83,9 @@ function Waterfall({ receipt, now }) {
   const lanes = lanesOf(receipt, now);
   if (!lanes.length) return html`<${Empty} title="No leg yet">The strategy has called no engine.</${Empty}>`;
   const marks = [
-    ...receipt.retries.map(({ at_ms, after_tokens, error }) => ({ at: at_ms, tone: "bad", text: `retry after ${after_tokens} tokens`, title: error.message })),
+    ...receipt.retries.map(({ at_ms, after_tokens, error }) => ({ at: at_ms, title: error.message, ...(calm(error)
+      ? { tone: "move", text: `moved after ${after_tokens} tokens: engine drained` }
+      : { tone: "bad", text: `retry after ${after_tokens} tokens` }) })),
     ...(receipt.first_token_ms === null ? [] : [{ at: receipt.first_token_ms, tone: "good", text: "first token", title: ms(receipt.first_token_ms) }]),
   ];
   const scale = ticks(total);
@@ -122,7 +124,7 @@ const LEGS = [
   { key: "computed", title: "Computed", align: "right", render: ({ computed_tokens }) => (computed_tokens ? count(computed_tokens) : "–") },
   { key: "put", title: "Put", align: "right", render: ({ bytes: size, to }) => (size ? html`${bytes(size)}${to && html` <small>→ ${to}</small>`}` : "–") },
   { key: "tokens", title: "Tokens", align: "right", render: ({ tokens }) => (tokens ? count(tokens) : "–") },
-  { key: "end", title: "Outcome", render: ({ ms: took, error, collapsed }) => error ? html`<span class=${error.type !== "cancelled" && "text-bad"} title=${error.message}>${error.type}</span>` : collapsed ? "nothing to send" : took === null ? "runs" : "ok" },
+  { key: "end", title: "Outcome", render: ({ ms: took, error, collapsed }) => error ? html`<span class=${!calm(error) && "text-bad"} title=${error.message}>${error.type}</span>` : collapsed ? "nothing to send" : took === null ? "runs" : "ok" },
 ];
 
 function Breakdown({ parts }) {
@@ -149,6 +151,7 @@ export function One({ id }) {
   const { status, strategy, generation, prompt_tokens, cached_tokens, completion_tokens, first_token_ms, queued_ms, retries, fallbacks, delegates } = receipt;
   const emitted = receipt.ms === null ? receipt.legs.reduce((sum, { tokens }) => sum + tokens, 0) : completion_tokens;
   const tone = { done: "good", failed: "bad", running: "accent" }[status] ?? "neutral";
+  const moves = retries.filter(({ error }) => calm(error)).length;
   return html`
     <div class="row row-between">${back}<span class="note">arrived ${clock(receipt.created)}</span></div>
     <div class="row request-head"><${Badge} tone=${tone} dot>${status}</${Badge}><${Copyable} text=${receipt.id} />
@@ -162,7 +165,7 @@ export function One({ id }) {
       <${Stat} label="Waited for room" value=${queued_ms || receipt.waiting.length ? ms(queued_ms) : "–"} tone=${queued_ms > 0 && "warn"} />
       <${Stat} label="Prompt" value=${count(prompt_tokens)} unit="tokens" note=${cached_tokens ? `${count(cached_tokens)} cached` : undefined} />
       <${Stat} label="Output" value=${count(emitted)} unit="tokens" />
-      <${Stat} label="Retries" value=${count(retries.length)} tone=${retries.length > 0 && "warn"} />
+      <${Stat} label="Retries" value=${count(retries.length - moves)} tone=${retries.length > moves && "warn"} note=${moves > 0 && `and moved ${moves === 1 ? "once" : `${moves} times`}`} />
     </div>
     <${Card} title="Time lines"><${Waterfall} receipt=${receipt} now=${now} /></${Card}>
     <div class="columns">
