@@ -25,8 +25,14 @@ CLIENTS = 4
 RPM = 60
 STRATEGIES = ["data_parallel", "prefill_decode", "balanced"]
 WIDE_RPM = 1200
-KEYS = f"free\ntight name=tight rpm={RPM}\nwide name=wide rpm={WIDE_RPM}\n"
-FREE, TIGHT, WIDE = ({"Authorization": f"Bearer {key}"} for key in ("free", "tight", "wide"))
+TPM = 600  # of a key without a limit of requests
+KEYS = (
+    f"free\ntight name=tight rpm={RPM}\nwide name=wide rpm={WIDE_RPM}\n"
+    f"tokens name=tokens tpm={TPM}\n"
+)
+FREE, TIGHT, WIDE, TOKENS = (
+    {"Authorization": f"Bearer {key}"} for key in ("free", "tight", "wide", "tokens")
+)
 UPLOADED = '''
 from router import strategy
 
@@ -321,6 +327,35 @@ def limit_holds(fleet: Fleet, key: dict[str, str], rpm: int) -> None:
     # On a machine that stands still for a second a router admits its share, and says so.
     if not any("this router admits 1/" in router.log for router in fleet.routers):
         assert admitted <= 1.01 * most
+
+
+def test_a_limit_of_tokens_holds_over_all_routers(fleet: Fleet):
+    """Tokens are known when an answer ends: what is admitted until then comes on top."""
+    began, refused, last_sent = time.monotonic(), 0, 0.0
+    first = ask(fleet.routers[0], TOKENS).json()["usage"]["total_tokens"]
+    first_reply = time.monotonic()
+    counted = [first, *[0] * (ROUTERS - 1)]  # by the router that answered
+    with ThreadPoolExecutor(ROUTERS) as pool:
+        while refused < 30:
+            sent = time.monotonic()
+            replies = list(pool.map(lambda router: ask(router, TOKENS), fleet.routers))
+            assert {reply.status_code for reply in replies} <= {200, 429}
+            for number, reply in enumerate(replies):
+                if reply.status_code == 200:
+                    counted[number] += reply.json()["usage"]["total_tokens"]
+                else:
+                    assert reply.json()["error"]["type"] == "rate_limit_error"
+                    refused, last_sent = refused + 1, sent
+    assert all(counted[1:]), "each router admits some"
+    # Of each router one request at most is in flight. One more may have ended without being
+    # counted in the store yet.
+    pending = 2 * ROUTERS * first
+    least = TPM + (last_sent - first_reply) * TPM / 60
+    assert sum(counted) >= 0.99 * least - pending
+    # A router that stands still for a second admits its share of the limit, and says so.
+    if not any("this router admits 1/" in router.log for router in fleet.routers):
+        most = TPM + (time.monotonic() - began) * TPM / 60
+        assert sum(counted) <= 1.01 * most + pending
 
 
 def test_a_store_that_dies_and_remembers(fleet: Fleet):
