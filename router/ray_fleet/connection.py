@@ -6,14 +6,26 @@ import logging
 import os
 import socket
 from importlib.util import find_spec
+from itertools import count
+from time import monotonic
 from typing import Any, Final
 
 from router.ray_fleet.plan import Impossible
 
 __all__ = ["NAMESPACE", "connect"]
 
+log = logging.getLogger(__name__)
+
 NAMESPACE = "microserve"  # Ray's namespace of all fleets
 CONNECT_S: Final = 10.0
+# Ray's proxy on the head forks a server for each client of ray://, and has threads of gRPC. If one
+# of them is in a call during the fork, the child has at times ended by SIGABRT or SIGSEGV, in code
+# of gRPC and before it executed anything (seen with Ray 2.60 and grpcio 1.85). The proxy answers
+# with these words. The next client gets another server, so it is enough to connect again.
+# 3 of 12 connections failed so, and of 22 none with GRPC_ENABLE_FORK_SUPPORT=0 for the head.
+DIED_IN_FORK: Final = "Starting Ray client server failed"
+ATTEMPTS: Final = 5
+RETRY_S: Final = 180.0  # after this no attempt begins; one that fails takes Ray up to 45 s
 MISSING = "Ray is not installed; `pip install 'microserve[ray]'` installs it"
 
 
@@ -33,12 +45,7 @@ def connect(address: str, *, logs: bool = False) -> Any:
 
     try:
         _reach(address)
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            logging_level=logging.ERROR,
-            log_to_driver=logs,
-        )
+        _init(ray, address, logs=logs)
     except (ConnectionError, TimeoutError, OSError, RuntimeError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         if said[0].endswith(":"):  # a traceback of the server follows
@@ -48,6 +55,25 @@ def connect(address: str, *, logs: bool = False) -> Any:
             "`ray start --head` starts one, `--on ray://HOST:10001` names one elsewhere"
         ) from None
     return ray
+
+
+def _init(ray: Any, address: str, *, logs: bool) -> None:
+    """Connect; for `ray://` again if the server of this client died as it was forked."""
+    ends = monotonic() + RETRY_S
+    for attempt in count(1):
+        try:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                logging_level=logging.ERROR,
+                log_to_driver=logs,
+            )
+            return
+        except ConnectionAbortedError as error:
+            again = address.startswith("ray://") and DIED_IN_FORK in str(error)
+            if not again or attempt == ATTEMPTS or monotonic() >= ends:
+                raise
+            log.info("Ray's server for this client died as it was started; attempt %d", attempt + 1)
 
 
 def _reach(address: str) -> None:

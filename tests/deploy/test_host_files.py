@@ -11,6 +11,8 @@ import tomllib
 import pytest
 import yaml
 from deployment_files import DEPLOY, NOT_OF_FLAGS, ROOT, parsed, pods, read_env, twins
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from router.discovery import parse_services
 
@@ -26,25 +28,61 @@ def instructions(name: str) -> list[str]:
     return re.findall(rf"^{name} +(.*)$", DOCKERFILE, re.MULTILINE)
 
 
+COPIED = [
+    ROOT / source
+    for line in instructions("COPY")
+    if "--from" not in line
+    for source in shlex.split(line)[:-1]
+]
+# Build arguments of the two images: the defaults, and what the comment at the top gives for GPUs.
+# The comment's lines end in a backslash too, so that DOCKERFILE has them as one.
+CPU = dict(re.findall(r"^ARG (\w+)=(\S*)$", DOCKERFILE, re.MULTILINE))
+IMAGES = {"cpu": CPU, "vllm": CPU | dict(re.findall(r"--build-arg (\w+)=(\S+)", DOCKERFILE))}
+# What vLLM 0.32.0 requires beyond this project, from its metadata, where pins have contradicted it.
+VLLM = [
+    "torch==2.13.0", "transformers<5.20.0,>=5.16.1", "fastapi<0.137.0,>=0.133.0", "numba==0.65.0",
+    "apache-tvm-ffi==0.1.11", "xgrammar==0.2.8", "starlette>=1.0.1", "tokenizers>=0.23.2",
+    "huggingface-hub>=1.31.0", "msgspec", "aiohttp>=3.14.3",
+]  # fmt: skip
+
+
 def test_the_image_has_all_packages_and_known_extras():
-    copied = {
-        source
-        for line in instructions("COPY")
-        if "--from" not in line
-        for source in shlex.split(line)[:-1]
-    }
+    copied = {str(path.relative_to(ROOT)) for path in COPIED}
     assert all((ROOT / source).exists() for source in copied)
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert copied >= {*packages, "pyproject.toml", "constraints.txt"}
     allowed = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == copied
     extras = PROJECT["project"]["optional-dependencies"]
-    chosen = re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)
-    assert len(chosen) == 2  # for CPUs, and in the comment for GPUs
-    assert all(set(text.split(",")) <= extras.keys() for text in chosen)
-    assert {"kubernetes", "nixl", "redis"} <= set(chosen[1].split(","))
-    pinned = (ROOT / "constraints.txt").read_text()
-    assert all(f"\n{name}==" in pinned for name in ("torch", "xgrammar", "apache-tvm-ffi"))
+    chosen = [arguments["EXTRAS"].split(",") for arguments in IMAGES.values()]
+    assert all(set(names) <= extras.keys() for names in chosen)
+    assert all({"kubernetes", "nixl", "redis"} <= set(names) for names in chosen)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_versions_of_the_image_are_what_its_packages_require(image: str):
+    """The names that `pip` is given are pinned, and no pin contradicts a requirement."""
+    arguments = IMAGES[image]
+    (path,) = [path for path in COPIED if path.name == arguments["CONSTRAINTS"]]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    project = PROJECT["project"]
+    required = [*project["dependencies"], *(VLLM if image == "vllm" else [])]
+    for extra in arguments["EXTRAS"].split(","):
+        required += project["optional-dependencies"][extra]
+    for text in [*required, "torch", "xgrammar", "apache-tvm-ffi"]:
+        requirement = Requirement(text)
+        version = pins[canonicalize_name(requirement.name)]
+        assert version in requirement.specifier, f"{text}, but {path.name} has {version}"
+    assert all('--constraint "$CONSTRAINTS"' in line for line in pip_commands())
+    assert ("g++" in arguments["COMPILER"]) == (image == "vllm")  # for Triton, at run time
+    assert "install --yes --no-install-recommends tini $COMPILER" in DOCKERFILE
+
+
+def pip_commands() -> list[str]:
+    found = re.findall(r"pip install [^&\n]*", DOCKERFILE)
+    assert len(found) == 3
+    return found
 
 
 def test_the_image_runs_as_the_user_of_the_pods():

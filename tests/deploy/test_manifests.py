@@ -36,7 +36,7 @@ from deployment_files import (
 from router.discovery import parse_services
 from router.telemetry import Metrics
 
-VERSIONS = ("1.30", "1.35", "1.36", "1.37")  # the oldest supported one and the newest
+VERSIONS = tuple(f"1.{minor}" for minor in range(30, 38))
 OVERLAYS = sorted(path.parent for path in KUSTOMIZATIONS if path.parent.parent.name == "overlays")
 KUBECTL = shutil.which("kubectl")
 ENGINES = {"any", "prefill", "decode"}
@@ -128,6 +128,23 @@ def test_command_lines_are_understood(one):
         assert values["engine_id"] == "pod-0" and values["transport"] == "nixl"
     else:
         assert parse_services(values["discover"]).names
+
+
+def test_engines_have_their_shared_memory_and_names_of_their_own():
+    """`/dev/shm` is memory that counts for the pod, and DNS names each pod of an engine."""
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind("Service")}
+    engines = [
+        one for one in pods()
+        if one["metadata"]["labels"]["app.kubernetes.io/component"] in ENGINES
+    ]  # fmt: skip
+    assert {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in engines} == ENGINES
+    for one in engines:
+        (mount,) = [m for m in container_of(one)["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        volumes = {v["name"]: v for v in one["spec"]["template"]["spec"]["volumes"]}
+        shared = volumes[mount["name"]]["emptyDir"]
+        assert shared["medium"] == "Memory" and shared["sizeLimit"]
+        assert one["kind"] == "StatefulSet"
+        assert services[one["spec"]["serviceName"]]["clusterIP"] == "None"
 
 
 @pytest.mark.parametrize("one", pods(), ids=name_of)
@@ -273,4 +290,6 @@ def test_the_page_creates_the_keys_that_the_pods_need():
 
 def test_nothing_else_lies_in_deploy():
     kinds = {".yaml", ".yml", ".json", ".env", ".service", ".example", "", ".dockerignore"}
-    assert {path.suffix for path in DEPLOY.rglob("*") if path.is_file()} <= kinds
+    files = {path for path in DEPLOY.rglob("*") if path.is_file()}
+    files.remove(DEPLOY / "docker/constraints-vllm.txt")
+    assert {path.suffix for path in files} <= kinds

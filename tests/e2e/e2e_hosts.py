@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
 ADMIN = {"Authorization": "Bearer admin"}
 START_S = 240.0
+REST_PORT = 8100
+KV_PORTS = range(9000, 9064)
 _made = count()
 
 
@@ -55,8 +57,9 @@ class Host:
             *("ip", "netns", "exec", self.name),
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *(sys.executable, "-m", "engine", "tiny", "--threads", "1", "--pool-pages", "2048"),
-            *("--host", self.address, "--port", "8100", "--engine-id", self.name),
-            *("--router", router, "--kv-interface", "eth0", *flags),
+            *("--host", self.address, "--port", str(REST_PORT), "--engine-id", self.name),
+            *("--router", router, "--kv-interface", "eth0", "--kv-host", self.address),
+            *("--kv-ports", f"{KV_PORTS[0]}-{KV_PORTS[-1]}", "--verify-puts", "always", *flags),
         ]
         # UCX takes two processes of one kernel for neighbours. What it was told here is of no use.
         inherited = {name: value for name, value in os.environ.items() if name[:4] != "UCX_"}
@@ -133,6 +136,13 @@ class Host:
         """Return the engine's state, asked from this host: also while it is cut off."""
         return within(self.name, self.engine.state)
 
+    def listening(self) -> set[tuple[str, int]]:
+        """Return the addresses and TCP ports at which something listens on this host."""
+        command = ["ip", "netns", "exec", self.name, "ss", "-tlnH"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ends = [line.split()[3].rpartition(":") for line in told.splitlines()]
+        return {(address, int(port)) for address, _, port in ends}
+
     def received_bytes(self) -> int:
         """Return how much the network has brought to this host."""
         return int(Path(f"/sys/class/net/{self._port}/statistics/tx_bytes").read_text())
@@ -141,7 +151,7 @@ class Host:
     def engine(self) -> Engine:
         """The engine's calls."""
         key = {"Authorization": "Bearer engines"}
-        return Engine(self.name, f"http://{self.address}:8100", 0, key)
+        return Engine(self.name, f"http://{self.address}:{REST_PORT}", 0, key)
 
     def remove(self) -> None:
         self.kill()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from e2e_deployment import Deployment
 from e2e_faults import Alone, prompt_of
-from e2e_hosts import Host, fleet, hosts, wait_for
+from e2e_hosts import KV_PORTS, REST_PORT, Host, fleet, hosts, wait_for
 from e2e_wire import within
 
 STRATEGIES = ("data_parallel", "prefill_decode", "balanced", "cache_aware", "migrate", "replicate")
@@ -114,6 +114,16 @@ def test_a_strategy_across_hosts_gives_the_tokens_of_one_engine(
     if strategy == "prefill_decode":
         receipt = three.deployment.receipt(asked[0].id)
         assert any(leg.get("bytes") for leg in receipt["legs"]), receipt
+        only_the_ports_that_were_given_are_open(three.hosts)
+
+
+def only_the_ports_that_were_given_are_open(hosts: list[Host]) -> None:
+    """After a put, each host listens for calls and, at ports of `--kv-ports`, for KV."""
+    for host in hosts:
+        found = host.listening()
+        assert (host.address, REST_PORT) in found
+        for_kv = {port for _, port in found} - {REST_PORT}
+        assert for_kv and for_kv <= set(KV_PORTS), found
 
 
 def faults() -> dict[str, Callable[[Fleet], None]]:

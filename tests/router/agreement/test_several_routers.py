@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
@@ -24,8 +25,14 @@ CLIENTS = 4
 RPM = 60
 STRATEGIES = ["data_parallel", "prefill_decode", "balanced"]
 WIDE_RPM = 1200
-KEYS = f"free\ntight name=tight rpm={RPM}\nwide name=wide rpm={WIDE_RPM}\n"
-FREE, TIGHT, WIDE = ({"Authorization": f"Bearer {key}"} for key in ("free", "tight", "wide"))
+TPM = 600  # of a key without a limit of requests
+KEYS = (
+    f"free\ntight name=tight rpm={RPM}\nwide name=wide rpm={WIDE_RPM}\n"
+    f"tokens name=tokens tpm={TPM}\n"
+)
+FREE, TIGHT, WIDE, TOKENS = (
+    {"Authorization": f"Bearer {key}"} for key in ("free", "tight", "wide", "tokens")
+)
 UPLOADED = '''
 from router import strategy
 
@@ -93,6 +100,44 @@ def fleet(engines: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
         fleet.close()
 
 
+class Swaps:
+    """The swaps that a router tells of at `/admin/events`, in the order in which it made them."""
+
+    def __init__(self, router: RouterProcess) -> None:
+        self._router = router
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.made: list[tuple[int, str]] = []
+        self._done = self._pool.submit(self._follow)
+        self._done.add_done_callback(lambda _: self._ready.set())
+        assert self._ready.wait(30)
+
+    def _follow(self) -> None:
+        kind = ""
+        with self._router.http.stream("GET", "/admin/events", timeout=60) as reply:
+            assert reply.status_code == 200
+            for line in reply.iter_lines():
+                self._ready.set()
+                if self._over.is_set():
+                    return
+                name, _, value = line.partition(": ")
+                if name == "event":
+                    kind = value
+                elif name == "data" and kind == "swap":
+                    told = json.loads(value)
+                    self.made.append((told["generation"], told["name"]))
+        raise AssertionError("the router ended its events")
+
+    def end(self) -> list[tuple[int, str]]:
+        """Stop, and return all swaps. Raises what ended it before."""
+        self._over.set()
+        with self._pool:
+            if not self._done.done():
+                ask(self._router)  # an event, so that it wakes
+            self._done.result(30)
+        return self.made
+
+
 def ask(router: RouterProcess, headers: dict[str, str] = FREE) -> httpx.Response:
     body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
     return router.http.post("/v1/completions", json=body, headers=headers)
@@ -123,6 +168,8 @@ def swaps_are_one_sequence(fleet: Fleet, swaps: int, *, kill_after: int | None =
     """Swap through random routers under load; kill the store after so many swaps and restart it."""
     began, routers = fleet.generations()[0], len(fleet.routers)
     assert fleet.generations() == [began] * routers
+    first = (began, fleet.routers[0].strategies()["active"]["name"])
+    followed = [Swaps(router) for router in fleet.routers]
     over = threading.Event()
     seen: set[tuple[int, str]] = set()
     newest = [began]  # that an answer to a swap has named
@@ -176,18 +223,27 @@ def swaps_are_one_sequence(fleet: Fleet, swaps: int, *, kill_after: int | None =
         assert len(set(numbers)) == len(numbers)
     until(lambda: len(set(fleet.generations())) == 1)
     assert fleet.generations()[0] >= numbers[-1]
+    final = fleet.generations()[0]
+    until(lambda: all(one.made and one.made[-1][0] == final for one in followed))
     logs = [router.http.get("/admin/audit").json()["entries"] for router in fleet.routers]
     assert all(log == logs[0] for log in logs)
-    first = logs[0][0]["number"]
-    assert [entry["number"] for entry in logs[0]] == list(range(first, first + len(logs[0])))
+    oldest_entry = logs[0][0]["number"]
+    assert [e["number"] for e in logs[0]] == list(range(oldest_entry, oldest_entry + len(logs[0])))
     active = [(e["generation"], e["name"]) for e in logs[0] if e["what"] == "activate"]
     assert active == sorted(active)
     oldest = active[0][0]
     assert {one for one in made if one[0] >= oldest} <= set(active)
-    known = {(e["generation"], e["name"]) for e in logs[0]} | {(began, "data_parallel")}
-    if len(logs[0]) < 1000:  # else the first ones are gone
-        assert seen <= known
-    assert len({number for number, _ in seen}) == len(seen)
+    # The log keeps the newest 1000 entries. The store dies long after the first swaps, so that
+    # those whose entries are gone were all answered.
+    known = {(e["generation"], e["name"]) for e in logs[0] if "generation" in e}
+    known |= {first, *made}
+    assert seen <= known
+    assert len({number for number, _ in known}) == len(known), "a generation has one name"
+    for one in followed:
+        told = one.end()
+        numbers = [number for number, _ in told]
+        assert numbers == sorted(set(numbers)), "a router went back"
+        assert set(told) <= known
 
 
 def test_of_two_conditional_swaps_one_wins(fleet: Fleet):
@@ -271,6 +327,35 @@ def limit_holds(fleet: Fleet, key: dict[str, str], rpm: int) -> None:
     # On a machine that stands still for a second a router admits its share, and says so.
     if not any("this router admits 1/" in router.log for router in fleet.routers):
         assert admitted <= 1.01 * most
+
+
+def test_a_limit_of_tokens_holds_over_all_routers(fleet: Fleet):
+    """Tokens are known when an answer ends: what is admitted until then comes on top."""
+    began, refused, last_sent = time.monotonic(), 0, 0.0
+    first = ask(fleet.routers[0], TOKENS).json()["usage"]["total_tokens"]
+    first_reply = time.monotonic()
+    counted = [first, *[0] * (ROUTERS - 1)]  # by the router that answered
+    with ThreadPoolExecutor(ROUTERS) as pool:
+        while refused < 30:
+            sent = time.monotonic()
+            replies = list(pool.map(lambda router: ask(router, TOKENS), fleet.routers))
+            assert {reply.status_code for reply in replies} <= {200, 429}
+            for number, reply in enumerate(replies):
+                if reply.status_code == 200:
+                    counted[number] += reply.json()["usage"]["total_tokens"]
+                else:
+                    assert reply.json()["error"]["type"] == "rate_limit_error"
+                    refused, last_sent = refused + 1, sent
+    assert all(counted[1:]), "each router admits some"
+    # Of each router one request at most is in flight. One more may have ended without being
+    # counted in the store yet.
+    pending = 2 * ROUTERS * first
+    least = TPM + (last_sent - first_reply) * TPM / 60
+    assert sum(counted) >= 0.99 * least - pending
+    # A router that stands still for a second admits its share of the limit, and says so.
+    if not any("this router admits 1/" in router.log for router in fleet.routers):
+        most = TPM + (time.monotonic() - began) * TPM / 60
+        assert sum(counted) <= 1.01 * most + pending
 
 
 def test_a_store_that_dies_and_remembers(fleet: Fleet):
