@@ -22,7 +22,8 @@ stopped while others are measured. A ratio is the median of the repeats' own rat
   that moves preempted requests to host memory, to disk, or computes them again.
 - `over_context`: tokens per second of a request, prompt and output, by the length of its prompt,
   with borrowing and on an engine with everything. Without borrowing, lengths beyond the pool are
-  refused. (The paper's figures 8 and 9 show such curves for GPUs.)
+  refused. (The paper's Figure 7 shows throughput over the length of contexts, for GPUs: there, of
+  the largest batch of requests of that length.)
 
 Run: `make bench-long`, or `python -m bench.long [--save] [--repeats 3] [--dtype float32]
 [--only price]`.
