@@ -24,7 +24,8 @@ stopped while others are measured. A ratio is the median of the repeats' own rat
   a side that had to do nothing ends the bench.
 - `over_context`: tokens per second of a request, prompt and output, by the length of its prompt,
   with borrowing and on an engine with everything. Without borrowing, lengths beyond the pool are
-  refused. (The paper's figure 7 shows such curves for GPUs.)
+  refused. (The paper's Figure 7 shows throughput over the length of contexts, for GPUs: there, of
+  the largest batch of requests of that length.)
 
 Time per output token is the mean between a request's first and last token; `gap_p99` is that of
 single gaps, which shows stalls.
