@@ -44,8 +44,8 @@ function columns(longest) {
       render: ({ prompt_tokens, cached_tokens }) => html`<span title=${`${cached_tokens} cached`}>${count(prompt_tokens)}${cached_tokens > 0 && html` <small>${Math.round((100 * cached_tokens) / prompt_tokens)} % cached</small>`}</span>`,
     },
     { key: "tokens", title: "Output", align: "right", render: ({ completion_tokens }) => count(completion_tokens) },
-    { key: "engines", title: "Engines", render: ({ engines }) => html`<span class="mono">${engines.join(", ") || "–"}</span>` },
-    { key: "strategy", title: "Strategy", render: ({ strategy, generation }) => html`${strategy} <small>gen ${generation}</small>` },
+    { key: "engines", title: "Engines", render: ({ engines }) => html`<span class="mono">${engines.length === 0 && "–"}${engines.map((name, at) => html`${at > 0 && " "}<span key=${name} class="num">${name}${at < engines.length - 1 && ","}</span>`)}</span>` },
+    { key: "strategy", title: "Strategy", render: ({ strategy, generation }) => html`${strategy} <small class="num">gen ${generation}</small>` },
     { key: "created", title: "Arrived", align: "right", render: ({ created }) => html`<span class="num note">${ago(created)}</span>` },
   ];
 }
