@@ -162,7 +162,7 @@ bench-long: $(VENV)/demo.stamp  ## contexts beyond one pool, on borrowed pages, 
 bench-float32-attention: $(VENV)/demo.stamp  ## the kernel of float32 attention against torch's operations and memory
 	@$(RUN) -m bench.float32_attention
 
-bench-long-simulated: $(VENV)/test.stamp  ## Infinite-LLM's mixed short and long requests, in virtual time
+bench-long-simulated: $(VENV)/test.stamp  ## Infinite-LLM's mixed short and long requests, in virtual time: ten minutes, into bench/results and docs/figures.md
 	@$(RUN) -m bench.figures infinite-llm
 
 bench-remote-attention: $(VENV)/demo.stamp  ## a layer of attention over KV in another process, against the own pool

@@ -1,9 +1,9 @@
 """Make the papers' figures again: their numbers, pictures and tables.
 
 Run: `make figures`, or `python -m bench.figures [NAME …] [--tables]`, where a name is that of a
-paper or of one of its parts. All takes some twenty minutes on one core, and a commit gives the same
-numbers on any machine. `--tables` computes nothing, and only makes the tables of `docs/figures.md`
-again from the saved documents.
+paper or of one of its parts. All takes half an hour or more on one core, and a commit gives the
+same numbers on any machine. `--tables` computes nothing, and only makes the tables of
+`docs/figures.md` again from the saved documents.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "NONE",
     "Answer",
     "Claim",
     "Panel",

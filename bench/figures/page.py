@@ -47,7 +47,8 @@ def render(name: str, documents: Mapping[str, Document]) -> str:
         data = parts[key]["data"]
         return _points((data[tokens] if tokens else data)["points"])
     if kind == "rows":
-        rows = parts[rest]["data"]["rows"]
+        key, _, named = rest.partition(" ")
+        rows = parts[key]["data"][named or "rows"]
         return _table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
     raise KeyError(name)
 
@@ -98,6 +99,8 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, dict):  # a median with its spread
+        return "{median:.4g} ({min:.4g}–{max:.4g})".format_map(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return "–" if value is None else str(value)

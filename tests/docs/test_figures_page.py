@@ -19,6 +19,9 @@ from bench.figures import (
 from bench.figures.__main__ import PAPERS
 from bench.figures.claims import Part, by_effect, by_places, rounded
 from bench.figures.code_lines import count_lines
+from bench.figures.long_runs import ARMS
+from bench.figures.long_runs import run as run_long
+from bench.figures.long_settings import FOUR_GPUS
 from bench.figures.page import PAGE, load, render, renewed
 from bench.figures.pictures import draw
 from bench.figures.runs import OURS, PAPER, Size, data_parallel_pair, one_prefill, run
@@ -120,6 +123,28 @@ def test_a_point_is_the_same_each_time_and_another_arm_is_another():
     first, again = (run(pattern, PAPER, workload, 2.0, 12, [0]) for _ in range(2))
     assert first == again
     assert run(pattern, OURS, workload, 2.0, 12, [0]).mean != first.mean
+
+
+@pytest.mark.parametrize("arm", [*ARMS[:2], pytest.param(ARMS[2], marks=pytest.mark.slow)])
+def test_long_requests_are_beyond_a_pool_and_all_time_has_one_use(arm):
+    found = run_long(FOUR_GPUS, arm, 0.3, 3, 0.05, 0)
+    assert found.beyond == 1
+    assert found.refused == (1 if arm == "no borrowing" else 0)
+    assert (found.moved > 0) == arm.startswith("borrowing")
+    used = found.long + found.other + found.waits + found.shut
+    assert 0 < used <= 1 + 1e-6
+    assert min(found.other, found.waits + 1e-6, found.shut + 1e-6, found.pool) > 0
+
+
+def test_a_run_that_borrows_nothing_is_no_result():
+    with pytest.raises(ValueError, match="no request is longer than a pool"):
+        run_long(FOUR_GPUS, "borrowing", 0.01, 3, 0.05, 0)
+
+
+def test_a_median_is_shown_with_its_spread():
+    data = {"rows": [], "times": [{"arm": "one", "rate": {"min": 1.0, "median": 2.0, "max": 3.5}}]}
+    document = {"parts": {"part": {"claims": [], "data": data}}}
+    assert render("rows part times", {"paper": document}).endswith("| one | 2 (1–3.5) |")
 
 
 def test_engines_of_a_pattern_share_the_rate():
