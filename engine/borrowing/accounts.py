@@ -40,7 +40,7 @@ class Accounts:
         self._known = KnownCreditors(own, connected, clock, settings)
         self._freeing: dict[Freeing, None] = {}  # in order
         self._wanted = 0
-        self._active = clock()  # when blocks were last wanted or taken
+        self._active = clock()  # when blocks were last wanted, taken or given back
         self._news = False  # wanted blocks may have come
         self._lost = 0
 
@@ -69,7 +69,9 @@ class Accounts:
             loan.closing |= at_once
             if loan.closing:
                 self._end_free(loan)
-            elif self._wanted:
+                return
+            self._active = self._clock()
+            if self._wanted:
                 self._news = True
 
     def loan_of(self, block: BorrowedBlock) -> tuple[str, float] | None:

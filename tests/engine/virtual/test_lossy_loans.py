@@ -211,7 +211,7 @@ async def history(seed: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**32))
 def test_pages_in_use_are_lent_and_all_are_free_at_the_end(seed: int):
     in_virtual_time(history)(seed)
