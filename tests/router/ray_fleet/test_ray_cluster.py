@@ -12,8 +12,10 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,16 @@ class RayCluster:
         self.nodes = [self.add_node(), self.add_node()]
         self.ray = connect(self.cluster.address)
 
-    def add_node(self) -> Any:
+    @property
+    def outside(self) -> str:
+        """The address for Ray Client."""
+        return f"ray://127.0.0.1:{self.client_port}"
+
+    def add_node(self, **has: Any) -> Any:
+        has = {"num_cpus": 2, "object_store_memory": MEMORY, **has}
         for attempt in range(5):
             try:
-                return self.cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+                return self.cluster.add_node(**has)
             except Exception:
                 if attempt == 4:
                     raise
@@ -72,11 +80,12 @@ class RayCluster:
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def run(self, *arguments: str, code: int = 0, at: str = "") -> str:
+    def run(self, *arguments: str, code: int = 0, at: str = "", **env: str) -> str:
         """Run a command and return what it prints."""
         ended = subprocess.run(
             [*module_command("router", *arguments), "--on", at or self.cluster.address],
-            env=child_environment(), capture_output=True, text=True, timeout=400, check=False,
+            env={**child_environment(), **env}, capture_output=True, text=True, timeout=400,
+            check=False,
         )  # fmt: skip
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
@@ -179,9 +188,58 @@ def test_keys_are_not_among_the_arguments_and_engines_ask_for_them(on: RayCluste
 
 
 def test_it_is_handled_from_outside_of_the_cluster_too(on: RayCluster, started: str):
-    at = f"ray://127.0.0.1:{on.client_port}"
-    assert "2 engines, 1 routers, 3 of 3 ready" in on.run("status", at=at)
-    assert "nothing to change" in on.run("scale", "--engines", "2", at=at)
+    assert "2 engines, 1 routers, 3 of 3 ready" in on.run("status", at=on.outside)
+    assert "nothing to change" in on.run("scale", "--engines", "2", at=on.outside)
+
+
+def test_auto_is_the_cluster_of_ray_address(on: RayCluster, started: str):
+    said = on.run("status", at="auto", RAY_ADDRESS=on.cluster.address)
+    assert "2 engines, 1 routers, 3 of 3 ready" in said
+    said = on.run("status", at="auto", RAY_ADDRESS="127.0.0.1:1", code=1)
+    assert "no Ray cluster at auto" in said
+
+
+def test_engines_that_need_a_gpu_are_on_the_node_that_has_one(on: RayCluster):
+    """Started from outside, too. The GPU is one of Ray's bookkeeping only."""
+    node = on.add_node(num_cpus=1, num_gpus=1)
+    try:
+        said = on.run("up", "mock", "--fleet", "gpus", "--engines", "1", "--num-gpus", "1",
+                      "--num-cpus", "0.5", "--router-cpus", "0.5", "--port", "0", "--detach",
+                      at=on.outside)  # fmt: skip
+        found = re.search(r"^engine-0 ready \S+ \(node (\w+) ", said, re.M)
+        assert found and node.node_id.startswith(found[1]), said
+        assert complete(re.search(r"^ready (http://\S+)$", said, re.M)[1]) == 5
+        said = on.run("scale", "--fleet", "gpus", "--engines", "2", "--wait", "8", code=1)
+        assert "no room for" in said and "GPU" in said
+    finally:
+        RayFleet(on.ray, "gpus").down(lambda _: None)
+        on.cluster.remove_node(node)
+
+
+def test_what_a_member_logs_is_among_rays_logs(on: RayCluster, started: str):
+    line = f"engine-0 ready {on.until_ready()['engine-0']['url']}"
+    logs = Path(on.cluster.head_node.get_logs_dir_path())  # of all nodes, on this machine
+    assert len([log for log in logs.glob("worker-*.out") if line in log.read_text()]) == 1
+
+
+def test_figures_of_members_are_among_rays_metrics(on: RayCluster, started: str):
+    addresses = {
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in on.ray.nodes() if node["Alive"]
+    }  # fmt: skip
+    give_up = time.monotonic() + PATIENCE_S
+    missing = {"engine-0", "engine-1", "router-0"}
+    while missing:
+        assert time.monotonic() < give_up, (missing, addresses)
+        for address in addresses:
+            try:
+                text = httpx.get(address, trust_env=False).text
+            except httpx.HTTPError:
+                continue  # the node's agent is still starting
+            up = re.findall(r"^ray_microserve_up\{(.*)\} 1\.0$", text, re.M)
+            assert all('fleet="default"' in labels for labels in up if 'fleet="gpus"' not in labels)
+            missing -= {name for name in missing for labels in up if f'member="{name}"' in labels}
+        time.sleep(0.5)
 
 
 def test_a_second_fleet_of_that_name_is_refused(on: RayCluster, started: str):
@@ -242,6 +300,67 @@ def test_it_scales_up_and_down_under_load(on: RayCluster, url: str):
     assert "nothing to change" in on.run("scale", "--engines", "2")
 
 
+class Streams:
+    """Clients that each ask for one long answer after the other, and note the answers' ids."""
+
+    def __init__(self, url: str, clients: int, tokens: int = 1000) -> None:
+        self._url, self._tokens = f"{url}/v1/completions", tokens
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self._running = [self._pool.submit(self._run) for _ in range(clients)]
+
+    def end(self) -> list[str]:
+        """Return the ids once the running answers have ended. Raises what was wrong with one."""
+        self._over.set()
+        with self._pool:
+            return [id for one in self._running for id in one.result(PATIENCE_S)]
+
+    def _run(self) -> list[str]:
+        body = {"model": "mock", "prompt": "a b c", "max_tokens": self._tokens, "stream": True,
+                "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
+        ids = []
+        while not self._over.is_set():
+            with httpx.stream(
+                "POST", self._url, json=body, timeout=PATIENCE_S, trust_env=False
+            ) as reply:
+                events = [json.loads(line[6:]) for line in reply.iter_lines() if "{" in line]
+            assert reply.status_code == 200 and "error" not in events[-1], events[-1]
+            assert events[-1]["usage"]["completion_tokens"] == self._tokens
+            ids.append(reply.headers["x-request-id"])
+        return ids
+
+
+def test_an_engine_that_scale_removes_is_drained_and_not_lost(on: RayCluster, url: str):
+    on.run("scale", "--engines", "3")
+    members = on.until_ready(3)
+    told = json.loads(on.run("status", "--json"))
+    admin = httpx.Client(
+        base_url=url, headers={"Authorization": f"Bearer {told['admin_key']}"}, trust_env=False,
+        timeout=60,
+    )  # fmt: skip
+    with admin:
+        streams = Streams(url, clients=6)
+        try:
+            give_up = time.monotonic() + PATIENCE_S
+            while True:
+                listed = admin.get("/admin/engines").json()["engines"]
+                if len(listed) == 3 and all((one["state"] or {}).get("running") for one in listed):
+                    break
+                assert time.monotonic() < give_up, listed
+                time.sleep(0.1)
+            said = on.run("scale", "--engines", "2")
+        finally:
+            ids = streams.end()
+        (gone,) = members.keys() - on.until_ready(2).keys()
+        assert f"{gone} removed" in said
+        receipts = [admin.get(f"/admin/requests/{id}").json() for id in ids]
+        retries = [retry for receipt in receipts for retry in receipt["retries"]]
+        assert retries, "the engine that left ran nothing"
+        for retry in retries:
+            assert retry["error"]["message"] == "the engine is being drained", retry
+            assert not retry["engines"], "an engine counted as lost"
+
+
 def test_more_than_the_cluster_has_is_refused_and_changes_nothing(on: RayCluster, url: str):
     said = on.run("scale", "--engines", "40", "--wait", "8", code=1)
     assert "no room for" in said and "CPU" in said
@@ -252,18 +371,27 @@ def test_more_than_the_cluster_has_is_refused_and_changes_nothing(on: RayCluster
 def test_a_node_that_is_lost_under_load_fails_nothing_and_its_engine_comes_back(
     on: RayCluster, url: str
 ):
-    members = on.until_ready()
-    router = members["router-0"]["node"]
-    name, lost = next(
-        (name, one) for name, one in members.items()
-        if one["kind"] == "engine" and one["node"] != router
-        and any(node.node_id.startswith(one["node"].split()[0]) for node in on.nodes)
-    )  # fmt: skip
+    def to_lose(members: dict[str, Any]) -> list[str]:
+        """Return the engines that are neither on the head nor beside the router."""
+        nodes = [node.node_id for node in on.nodes]
+        return [
+            name for name, one in members.items()
+            if one["kind"] == "engine" and one["node"] != members["router-0"]["node"]
+            and any(id.startswith(one["node"].split()[0]) for id in nodes)
+        ]  # fmt: skip
+
+    members, engines = on.until_ready(), 2
+    if not to_lose(members):  # a third one is placed on the node that has none
+        engines = 3
+        on.run("scale", "--engines", "3")
+        members = on.until_ready(3)
+    name = to_lose(members)[0]
+    lost = members[name]
     with Load(url) as load:
         on.kill_node(lost["node"].split()[0])
         on.until(lambda members: members[name]["state"] != "ready")
         on.nodes.append(on.add_node())
-        back = on.until_ready()[name]
+        back = on.until_ready(engines)[name]
         at = load.done
         while load.done < at + 20:
             time.sleep(0.1)
@@ -271,7 +399,10 @@ def test_a_node_that_is_lost_under_load_fails_nothing_and_its_engine_comes_back(
     assert back["node"] != lost["node"]
     assert back["restarts"] >= 1  # the count begins anew if its actor was on that node
     assert lost["pid"] not in processes("engine")
-    assert len(processes("engine")) == 2
+    assert len(processes("engine")) == engines
+    if engines == 3:
+        on.run("scale", "--engines", "2")
+        on.until_ready()
 
 
 def test_interrupted_in_the_foreground_it_leaves_nothing(on: RayCluster, tmp_path: Path):
