@@ -22,7 +22,7 @@ CONNECT_S: Final = 10.0
 # of them is in a call during the fork, the child has at times ended by SIGABRT or SIGSEGV, in code
 # of gRPC and before it executed anything (seen with Ray 2.60 and grpcio 1.85). The proxy answers
 # with these words. The next client gets another server, so it is enough to connect again.
-# 3 of 12 connections failed so, and of 22 none with GRPC_ENABLE_FORK_SUPPORT=0 for the head.
+# 6 of 27 connections failed so, and of 22 none with GRPC_ENABLE_FORK_SUPPORT=0 for the head.
 DIED_IN_FORK: Final = "Starting Ray client server failed"
 ATTEMPTS: Final = 5
 RETRY_S: Final = 180.0  # after this no attempt begins; one that fails takes Ray up to 45 s
