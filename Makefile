@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser test-browser-thorough conformance fuzz soak starve attack mutants \
 	advise-trial check \
-	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-page bench-faults bench-disagg \
+	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-simulated-routers bench-page bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
@@ -101,6 +101,9 @@ bench-router-workers: $(VENV)/demo.stamp  ## requests per second of the router w
 
 bench-router-replicas: $(VENV)/demo.stamp  ## what 1 to 8 routers cost 64 engines that all of them watch
 	@$(RUN) -m bench.router_replicas
+
+bench-simulated-routers: $(VENV)/demo.stamp  ## up to 32 routers and 256 engines in virtual time: calls, and what separate views cost
+	@$(RUN) -m bench.simulated_routers
 
 bench-page: $(VENV)/demo.stamp  ## what one who looks at the page costs the router, by view, with 2 and 64 engines (PAGE_FLAGS="--rounds 9")
 	@$(RUN) -m bench.page $(PAGE_FLAGS)

@@ -21,9 +21,10 @@ CONNECT_S: Final = 10.0
 # Ray's proxy on the head forks a server for each client of ray://, and has threads of gRPC. If one
 # of them is in a call during the fork, the child has at times ended by SIGABRT or SIGSEGV, in code
 # of gRPC and before it executed anything (seen with Ray 2.60 and grpcio 1.85). The proxy answers
-# with these words. The next client gets another server, so it is enough to connect again.
-# 3 of 12 connections failed so, and of 22 none with GRPC_ENABLE_FORK_SUPPORT=0 for the head.
-DIED_IN_FORK: Final = "Starting Ray client server failed"
+# with the first of these texts, or with the second if the child dies just as the proxy looks at its
+# command. The next client gets another server, so it is enough to connect again.
+# 6 of 27 connections failed so, and of 22 none with GRPC_ENABLE_FORK_SUPPORT=0 for the head.
+DIED_IN_FORK: Final = ("Starting Ray client server failed", "psutil.ZombieProcess")
 ATTEMPTS: Final = 5
 RETRY_S: Final = 180.0  # after this no attempt begins; one that fails takes Ray up to 45 s
 MISSING = "Ray is not installed; `pip install 'microserve[ray]'` installs it"
@@ -70,8 +71,13 @@ def _init(ray: Any, address: str, *, logs: bool) -> None:
             )
             return
         except ConnectionAbortedError as error:
-            again = address.startswith("ray://") and DIED_IN_FORK in str(error)
-            if not again or attempt == ATTEMPTS or monotonic() >= ends:
+            died = any(text in str(error) for text in DIED_IN_FORK)
+            if (
+                not died
+                or not address.startswith("ray://")
+                or attempt == ATTEMPTS
+                or monotonic() >= ends
+            ):
                 raise
             log.info("Ray's server for this client died as it was started; attempt %d", attempt + 1)
 

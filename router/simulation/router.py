@@ -83,9 +83,12 @@ class SimulatedRouter:
 
 @asynccontextmanager
 async def simulated_router(
-    bound: Bound, fleet: VirtualFleet, config: RouterConfig
+    bound: Bound, fleet: VirtualFleet, config: RouterConfig, *, name: str = "request"
 ) -> AsyncIterator[SimulatedRouter]:
-    """A router in front of `fleet`, once all engines are up. No virtual time passes before."""
+    """A router in front of `fleet`, once all engines are up. No virtual time passes before.
+
+    `name` begins the ids that engines see: several routers of one fleet need different ones.
+    """
     violations: list[str] = []
 
     def violated(revision: Revision, kind: ViolationKind, message: str) -> None:
@@ -102,7 +105,7 @@ async def simulated_router(
             while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110  see above
                 await asyncio.sleep(0)
             # Names that are the same in each run.
-            names = (EngineRequestId(f"request-{number}") for number in itertools.count())
+            names = (EngineRequestId(f"{name}-{number}") for number in itertools.count())
             runtime = Runtime(config, registry, releaser, metrics, tasks, names)
             queue, retries = AdmissionQueue(config.max_queue), RetryBudget(config.retry_share)
             execution = Execution(runtime, queue, retries, relocations)

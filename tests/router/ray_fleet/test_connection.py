@@ -16,6 +16,10 @@ DIED = """Initialization failure from server:
 Traceback (most recent call last):
 RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err for detailed logs.
 """
+ZOMBIE = """Initialization failure from server:
+Traceback (most recent call last):
+psutil.ZombieProcess: PID still exists but it's a zombie (pid=17130)
+"""
 OTHER = """Initialization failure from server:
 Traceback (most recent call last):
 RuntimeError: Version mismatch
@@ -49,8 +53,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
     return use
 
 
-def test_a_server_that_died_in_its_fork_is_asked_for_again(use):
-    ray = use(FakeRay(*[DIED] * (connection.ATTEMPTS - 1)))
+@pytest.mark.parametrize("said", [DIED, ZOMBIE])
+def test_a_server_that_died_in_its_fork_is_asked_for_again(use, said: str):
+    ray = use(FakeRay(*[said] * (connection.ATTEMPTS - 1)))
     assert connect(OUTSIDE) is ray
     assert ray.inits == connection.ATTEMPTS
 
