@@ -118,7 +118,7 @@ class Source:
         self.wanted = 0
         self.failures: list[EngineId] = []
         self.loan_blocks = loan_blocks
-        self.choices = choices or range(len(lending))
+        self.choices = choices
         self.lenders: set[EngineId] = set()  # that have lent
         self.free: list[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = []
         self.taken: set[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = set()
@@ -137,9 +137,10 @@ class Source:
     def fill(self) -> None:
         came = False
         names = list(self.lending)
+        choices = self.choices or range(len(names))
         refused = 0
         while len(self.free) < self.wanted and refused < len(names) and not self.silent:
-            name = names[self.choices[self._turn % len(self.choices)] % len(names)]
+            name = names[choices[self._turn % len(choices)] % len(names)]
             self._turn += 1
             if self.most <= len(self.free) + len(self.taken) or not self._borrow(name):
                 refused += 1
