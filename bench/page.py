@@ -157,7 +157,8 @@ async def _measure(url: str, pid: int, seconds: int, rounds: int) -> dict[str, d
     for number in range(rounds):
         for load, arms in found.items():
             for name in reversed([*arms]) if number % 2 else arms:
-                polls = views.get(name)
+                # Anew for each arm: the receipt that one looks at does not last under load.
+                polls = (await _views(url)).get(name)
                 arms[name].append(await _arm(url, pid, seconds, polls, load == "under load"))
     return {load: _summary(arms) for load, arms in found.items()}
 
@@ -184,8 +185,8 @@ async def _views(url: str) -> dict[str, list[Poll]]:
     """Return the calls that each view repeats, besides `/admin/live`."""
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         slowest = "/admin/requests?limit=100&order=slowest&state=ended&seconds=300"
-        listed = (await http.get(slowest)).json()["requests"]
-    one = f"/admin/requests/{listed[0]['id']}"
+        newest = (await http.get("/admin/requests?limit=1&state=ended")).json()["requests"]
+    one = f"/admin/requests/{newest[0]['id']}"
     return {
         "fleet": [],
         "requests": [Poll(slowest, _pause("views/requests.js", r"EVERY_MS = (\d+)"))],
