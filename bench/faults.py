@@ -67,7 +67,7 @@ from bench.faults_fleet import (
     until_up,
 )
 from bench.faults_requests import LONG, SHORT, Case, ask, case_of, events, undisturbed
-from bench.report import publish, table
+from bench.report import p99, publish, table
 
 EVERY = 16
 CASES = 48
@@ -279,7 +279,7 @@ async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:
 
 
 def _p99(times: list[float]) -> float | None:
-    return round(sorted(times)[int(0.99 * (len(times) - 1))], 1) if times else None
+    return round(p99(times), 1) if times else None
 
 
 def _mean(counts: list[int]) -> float | None:

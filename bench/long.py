@@ -52,7 +52,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.engine_calls import tokens, unused_id
-from bench.report import publish, spread, table
+from bench.report import p99, publish, spread, table
 from bench.streams import post_stream
 from bench.worker_engines import Running, running
 from router.engines.http_client import HttpClient
@@ -229,8 +229,8 @@ def price(fleet: Engines, repeats: int) -> dict[str, Any]:
         "ttft_half_remote_vs_local": spread([half.ttft / whole.ttft for whole, half in samples]),
         "borrowed_share": spread(away),
         "gap_p99_ms": {
-            "whole": spread([_p99(whole.gaps) * 1e3 for whole, _ in samples]),
-            "half": spread([_p99(half.gaps) * 1e3 for _, half in samples]),
+            "whole": spread([p99(whole.gaps) * 1e3 for whole, _ in samples]),
+            "half": spread([p99(half.gaps) * 1e3 for _, half in samples]),
         },
         "tpot_ms": {
             "whole": spread([whole.tpot * 1e3 for whole, _ in samples]),
@@ -329,7 +329,7 @@ def tiers(fleet: Engines, repeats: int) -> dict[str, Any]:
                 for what, count in _moves(engine).items():
                     did[name][what] += count - before[what]
             tpots[name].append(statistics.mean(each.tpot for each in times))
-            gaps[name].append(_p99([gap for each in times for gap in each.gaps]))
+            gaps[name].append(p99([gap for each in times for gap in each.gaps]))
             _note("tiers", **{name: (rates[name][-1], tpots[name][-1] * 1e3, gaps[name][-1] * 1e3,
                                      *did[name].values())})  # fmt: skip
     idle = [name for name, counts in did.items()
@@ -394,10 +394,6 @@ def _moves(engine: Running) -> dict[str, float]:
 def _blocks_away(engine: Running) -> float:
     """Return how many blocks have left the engine and have not come home."""
     return engine.counted("microserve:moved_blocks") - engine.counted("microserve:home_blocks")
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def _tpot(streams: Sequence[Times]) -> float:

@@ -47,7 +47,7 @@ import uvloop
 
 from bench.load import closed_loop, open_loop
 from bench.processes import cpu_s
-from bench.report import publish, table
+from bench.report import publish, spread, table
 from bench.router_replicas import (
     CONNECTIONS,
     PROMPT,
@@ -68,6 +68,7 @@ ROUNDS = 5
 SETTLE_S = 1.0  # for connections to open and snapshots to begin
 NOBODY = "nobody"
 LIMIT = 0.02  # of a core
+DIGITS = 5  # of shares of a core
 RECEIPTS = 2048  # that the router keeps: its default
 
 
@@ -165,20 +166,17 @@ async def _measure(url: str, pid: int, seconds: int, rounds: int) -> dict[str, d
 
 def _summary(arms: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     alone = [one["cpu"] for one in arms[NOBODY]]
-    told: dict[str, Any] = {NOBODY: {"cpu": _spread(alone)}}
+    told: dict[str, Any] = {NOBODY: {"cpu": spread(alone, DIGITS)}}
     for name, each in arms.items():
         if name != NOBODY:
             more = [one["cpu"] - base for one, base in zip(each, alone, strict=True)]
-            told[name] = {"cpu": _spread([one["cpu"] for one in each]), "more_cpu": _spread(more)}
+            told[name] = {
+                "cpu": spread([one["cpu"] for one in each], DIGITS),
+                "more_cpu": spread(more, DIGITS),
+            }
             for part in ("snapshots_per_s", "polls_per_s", "kb_per_s"):
                 told[name][part] = round(statistics.median(one[part] for one in each), 2)
     return told
-
-
-def _spread(shares: list[float]) -> dict[str, float]:
-    """Return minimum, median and maximum of shares of a core, which `report.spread` would round."""
-    return {"min": round(min(shares), 5), "median": round(statistics.median(shares), 5),
-            "max": round(max(shares), 5)}  # fmt: skip
 
 
 async def _views(url: str) -> dict[str, list[Poll]]:

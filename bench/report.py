@@ -9,6 +9,7 @@ import platform
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["machine", "only_save", "publish", "spread", "table"]
+__all__ = ["machine", "only_save", "p99", "publish", "spread", "table"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,13 +38,18 @@ def machine() -> dict[str, str]:
     }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Return minimum, median and maximum."""
+def spread(values: list[float], digits: int = 3) -> dict[str, float]:
+    """Return minimum, median and maximum, with so many decimal places."""
     return {
-        "min": round(min(values), 3),
-        "median": round(statistics.median(values), 3),
-        "max": round(max(values), 3),
+        "min": round(min(values), digits),
+        "median": round(statistics.median(values), digits),
+        "max": round(max(values), digits),
     }
+
+
+def p99(values: Sequence[float]) -> float:
+    """Return the value that 99 % of the values do not exceed. There has to be one."""
+    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
