@@ -34,7 +34,7 @@ from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
-from engine.sizing import Memory, PoolSize, choose_pool, read_memory
+from engine.sizing import Memory, PoolSize, choose_device_pool, choose_pool, read_memory
 from engine.web import client_context
 from engine.workers import WorkerGroup, WorkerSettings, WorkersRunner, WorkerStore
 from kvcache.cache import KVCache
@@ -67,13 +67,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     transport, a context longer than the model's, or a pool or tiers larger than the memory, and
     `OSError` if the transport cannot listen.
     """
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise BadRequest("--device cuda: torch finds no GPU", param="device")
-        # See docs/gpu.md.
-        message = "--device cuda: no transport supports pools in GPU memory yet"
-        raise BadRequest(message, param="device")
+    device = _device(config)
     dtype = _dtype(config)
     split = config.has_workers
     threads = 1 if split else config.threads or len(os.sched_getaffinity(0))
@@ -93,11 +87,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         group = _start_workers(model, config, dtype) if split else None
         try:
             context, memory = _context(model, config), read_memory()
+            pool_memory = memory if device.type == "cpu" else _gpu_memory(device)
             if config.device_pages:
                 _check_memory(
                     memory, "device_pages", config.device_pages, _page(model, config, dtype)
                 )
-            layout = _layout(model, config, dtype, context, memory)
+            layout = _layout(model, config, dtype, context, pool_memory)
             if config.borrow and not config.max_model_len:
                 context = min(context, (layout.pages - 1) * layout.page_size)
             if config.device_pages >= layout.pages:
@@ -108,7 +103,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                 )
             fingerprint = layout.fingerprint(_kv_digest(model))
             transport = make_transport(
-                config.transport, epoch, secret=secret, network=_network(config)
+                config.transport, epoch, secret=secret, network=_network(config), device=device
             )
             store: PageStore
             if group is not None:
@@ -153,7 +148,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             runner = workers = WorkersRunner(store, cache, depth=config.pp)
             start = workers.start
         elif model.transformer is not None:
-            runner = computing.submit(ModelRunner, model, cache).result()
+            runner = computing.submit(
+                ModelRunner, model, cache, graph_rows=config.max_batch, context=context
+            ).result()
     limits = None
     if split:
         limits = StepLimits(cache, samples=config.max_batch, pages=config.device_pages // 2)
@@ -195,6 +192,36 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         engine.loop.timings.row_multiple = runner.row_multiple
     metrics.register(engine_readings(engine))
     return engine
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """Return the device of `--device`: the first GPU that this process sees, or the CPU.
+
+    Raises `BadRequest` without a GPU, and for flags that need pools in host memory.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadRequest("--device cuda: torch finds no GPU", param="device")
+    only_on_cpus = {
+        "model": config.model == "mock",
+        "tp": config.tp > 1,
+        "pp": config.pp > 1,
+        "device_pages": config.device_pages > 0,
+        "lend_share": config.lend_share > 0,
+        "borrow": config.borrow,
+    }
+    for name, is_used in only_on_cpus.items():
+        if is_used:
+            flag = f"--{name.replace('_', '-')}" if name != "model" else "the model mock"
+            raise BadRequest(f"{flag} needs --device cpu", param=name)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gpu_memory(device: torch.device) -> Memory:
+    """Return the memory of a GPU, of which the weights have taken theirs."""
+    free, total = torch.cuda.mem_get_info(device)
+    return Memory(total, free, torch.cuda.get_device_name(device))
 
 
 def _network(config: EngineConfig) -> Network:
@@ -370,7 +397,8 @@ def _layout(
     elif config.model == "mock":
         size = PoolSize(MOCK_PAGES, "the mock's pages are tiny")
     else:
-        size = choose_pool(
+        choose = choose_pool if config.device == "cpu" else choose_device_pool
+        size = choose(
             page_bytes=one.page_bytes,
             context_pages=one.pages_for(context),
             sequences=config.max_batch,

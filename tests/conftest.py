@@ -52,6 +52,18 @@ DEPLOYMENTS = (HERE / "conformance", HERE / "e2e")  # all of their tests start p
 PEAK = pytest.StashKey[int]()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and not _has_gpu():
+        pytest.skip("needs a GPU")
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Have torch compute with one thread.

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from engine.latency import padded_rows
+from engine.execution.decode_graphs import DecodeGraphs
+from engine.execution.step_rows import step_rows
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
-from kvcache.sequences import StepDescription
 
-__all__ = [
-    "ModelRunner",
-    "StepRows",
-    "row_multiple",
-    "stable_row_multiple",
-    "step_rows",
-]
+__all__ = ["ModelRunner", "row_multiple", "stable_row_multiple"]
 
 log = logging.getLogger(__name__)
 
@@ -32,45 +25,27 @@ LARGE = 1 << 24  # elements of a weight with which as few rows are tried as deco
 FEW_ROWS = 64
 
 
-class StepRows(NamedTuple):
-    """The rows of a step: one for each token of its chunks, and then padding."""
-
-    tokens: list[int]
-    positions: list[int]
-    wanted: list[int]  # rows whose logits are wanted, and then padding
-    logits: int  # how many of them are no padding
-
-
-def step_rows(chunks: Sequence[Chunk], step: StepDescription, multiple: int) -> StepRows:
-    """Return the rows of a step of these chunks, padded as `row_multiple` has it."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    wanted: list[int] = []
-    for chunk, span in zip(chunks, step.spans, strict=True):
-        tokens += chunk.tokens
-        positions += range(span.start, span.start + span.count)
-        if chunk.sample:
-            wanted.append(len(tokens) - 1)
-    logits = len(wanted)
-    padding = [0] * (padded_rows(len(tokens), multiple) - len(tokens))
-    wanted += [0] * (padded_rows(logits, multiple) - logits)
-    return StepRows(tokens + padding, positions + padding, wanted, logits)
-
-
 class ModelRunner:
     """Runs chunks of many sequences as one batch over the paged cache.
 
     Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU),
     and so that the number of distinct shapes stays small where a library keeps a kernel for each.
+    On a GPU, decodes are replayed from CUDA graphs where attention has plans for them.
     """
 
-    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+    def __init__(
+        self, model: LoadedModel, cache: KVCache, *, graph_rows: int = 0, context: int = 0
+    ) -> None:
+        """Capture CUDA graphs for up to `graph_rows` decodes of up to `context` tokens."""
         if model.transformer is None:
             raise Internal(f"{model.name} has no weights to run")
         self._model = model.transformer
         self._cache = cache
         self._device = cache.store.device
         self.row_multiple = row_multiple(self._model, cache.layout.dtype, self._device)
+        self._graphs: DecodeGraphs | None = None
+        if graph_rows and self._device.type == "cuda":
+            self._graphs = DecodeGraphs.make(self._model, cache, graph_rows, context)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -83,17 +58,30 @@ class ModelRunner:
         )
         try:
             rows = step_rows(chunks, step, self.row_multiple)
-            hidden = self._model(
-                torch.tensor(rows.tokens, device=self._device),
-                torch.tensor(rows.positions, device=self._device),
-                self._cache,
-            )
-            logits: torch.Tensor = self._model.logits(hidden[rows.wanted])[: rows.logits]
+            logits = self._graphs.run(rows, step) if self._graphs is not None else None
+            if logits is None:
+                hidden = self._model(
+                    torch.tensor(rows.tokens, device=self._device),
+                    torch.tensor(rows.positions, device=self._device),
+                    self._cache,
+                )
+                logits = self._model.logits(hidden[rows.wanted])[: rows.logits]
+            self._wait()
         except BaseException:
             self._cache.abort_forward()
+            self._wait()
             raise
         self._cache.end_forward()
         return logits
+
+    def _wait(self) -> None:
+        """Wait until the device has computed what was started.
+
+        So a step has the duration that was measured, and no page of an aborted sequence is still
+        written when it is reused: peers write pages outside of this device's streams.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def row_multiple(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:

@@ -33,6 +33,13 @@ class Ops:
 @cache
 def ops_for(dtype: torch.dtype, device: torch.device) -> Ops:
     """Return the fastest operations; in float32, the ones that are bit-stable in any batch."""
+    if dtype != torch.float32 and device.type == "cuda":
+        try:
+            from engine.kernels import elementwise_cuda as on_gpu
+        except ImportError as error:
+            log.warning("decodes are slow here: %s", error)
+        else:
+            return Ops(on_gpu.add_norm, on_gpu.apply_rope, on_gpu.swiglu)
     if dtype == torch.bfloat16 and device.type == "cpu":
         try:
             from engine.kernels import elementwise as fused

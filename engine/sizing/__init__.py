@@ -4,6 +4,6 @@ May import `engine.protocol`. Imports no torch.
 """
 
 from engine.sizing.memory import Memory, read_memory
-from engine.sizing.pool import PoolSize, choose_pool
+from engine.sizing.pool import PoolSize, choose_device_pool, choose_pool
 
-__all__ = ["Memory", "PoolSize", "choose_pool", "read_memory"]
+__all__ = ["Memory", "PoolSize", "choose_device_pool", "choose_pool", "read_memory"]

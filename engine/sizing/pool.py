@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.protocol import BadRequest
 from engine.sizing.memory import Memory
 
-__all__ = ["PoolSize", "choose_pool"]
+__all__ = ["PoolSize", "choose_device_pool", "choose_pool"]
 
 POOL_SHARE = 0.1  # of the memory limit, for the pools of all engines that share it
 MAX_POOL_BYTES = 4 << 30  # where `MIN_CONTEXTS` do not need more
@@ -15,6 +15,7 @@ MAX_POOL_BYTES = 4 << 30  # where `MIN_CONTEXTS` do not need more
 MIN_CONTEXTS = 2
 AVAILABLE_SHARE = 0.5  # of the available memory, at most: weights and activations need some, too
 MIN_PAGES = 8
+DEVICE_SHARE = 0.9  # of the free memory of a GPU: activations, graphs and libraries need the rest
 GIB = 1 << 30
 
 
@@ -54,6 +55,28 @@ def choose_pool(
                 f"the limit is {limit}",
                 param="pool_pages",
             )
+    return PoolSize(pages, reason)
+
+
+def choose_device_pool(
+    *, page_bytes: int, context_pages: int, sequences: int, memory: Memory, share: float
+) -> PoolSize:
+    """Choose the pages of a pool in the memory of a GPU, once the weights are there.
+
+    `memory` is the GPU's; the other arguments and the error are as of `choose_pool`.
+    """
+    part = DEVICE_SHARE * share
+    pages = int(memory.available * part) // page_bytes
+    reason = f"{part:.0%} of the free {_size(memory.available)} of {memory.source}"
+    most = max(sequences, MIN_CONTEXTS) * context_pages
+    if pages > most:
+        pages, reason = most, f"all that {sequences} sequences of full length can use"
+    if pages < MIN_PAGES:
+        raise BadRequest(
+            f"{_size(memory.available)} of {_size(memory.limit)} are free on {memory.source}, too "
+            "little for a KV pool",
+            param="pool_pages",
+        )
     return PoolSize(pages, reason)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvcache.attention.cascade import Row, Segment, segments_of
+from kvcache.attention.decode_plan import DecodePlans
 from kvcache.memory import KVLayout
 from kvcache.sequences import PageIds, Span
 
@@ -25,6 +26,7 @@ WORKSPACE_BYTES: Final = (
     256 << 20
 )  # for partial results of split sequences; the size that vLLM and SGLang use
 MIN_SAVING: Final = 8192  # keys saved that justify the launches of one more level; not measured
+BACKEND: Final = "fa2"  # of FlashInfer's; "auto" would be fa3 on Hopper
 
 
 def supports(layout: KVLayout) -> bool:
@@ -77,30 +79,51 @@ class FlashInfer:
         self.kernels: Any = kernels
         self.page_size = layout.page_size
         self.device = device
+        self._layout, self._group = layout, group
         heads = layout.held.heads
         self._shape = (group * heads, heads, layout.head_dim, layout.page_size)
         self._dtype = layout.dtype
         self._workspace: torch.Tensor | None = None
         self._wrappers: list[Any] = []  # by level
 
-    def plan(self, spans: Sequence[Span]) -> FlashInferPlan:
+    def __call__(self, spans: Sequence[Span]) -> FlashInferPlan:
         """Plan a step; a `Planner`."""
         return FlashInferPlan(spans, self)
+
+    def decode_plans(self, rows: int, tokens: int) -> DecodePlans:
+        """Return plans of decodes for CUDA graphs, of up to `rows` rows.
+
+        `tokens` is the longest context.
+        """
+        return DecodePlans(
+            self._layout,
+            self._group,
+            rows=rows,
+            tokens=tokens,
+            workspace=self._workspace_tensor(),
+            wrapper=self.kernels.BatchDecodeWithPagedKVCacheWrapper,
+            shares=lambda spans: bool(_shared(spans, self.page_size)[1]),
+        )
 
     def level(self, number: int, batch: RaggedBatch, *, causal: bool) -> Any:
         """Return FlashInfer's wrapper, planned for level `number` of this step.
 
         With `causal`, the rows of a sequence are its last tokens.
         """
-        if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         while len(self._wrappers) <= number:  # levels run one after another, in one workspace
-            wrapper = self.kernels.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            wrapper = self.kernels.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace_tensor(), "NHD", backend=BACKEND
+            )
             self._wrappers.append(wrapper)
         self._wrappers[number].plan(
             *batch, *self._shape, causal=causal, q_data_type=self._dtype, kv_data_type=self._dtype
         )
         return self._wrappers[number]
+
+    def _workspace_tensor(self) -> torch.Tensor:
+        if self._workspace is None:  # FlashInfer wants zeros for the first use
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
 
 class FlashInferPlan:

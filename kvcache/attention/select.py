@@ -41,7 +41,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
             from kvcache.attention.flashinfer import FlashInfer, supports
 
             if supports(layout):
-                return FlashInfer(layout, group, device).plan
+                return FlashInfer(layout, group, device)
             heads = f"heads of {layout.head_dim} in {layout.dtype}"
             log.warning("attention is slow here: FlashInfer has no kernels for %s", heads)
         except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from kvcache.attention import BLOCK, Plan, Planner, held_planner_for, planner_for
+from kvcache.attention import (
+    BLOCK,
+    DecodePlan,
+    DecodePlans,
+    FlashInfer,
+    Plan,
+    Planner,
+    held_planner_for,
+    planner_for,
+)
 from kvcache.errors import BadRequest, Internal
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout, Region
@@ -77,6 +87,24 @@ class TorchPageStore:
     def borrow(self, remote: RemoteAttention) -> None:
         self._remote = remote
         self._held_planner = held_planner_for(self.layout, self._group, self.pool.device)
+
+    def decode_plans(self, rows: int, tokens: int) -> DecodePlans | None:
+        """Return plans of decodes for CUDA graphs; None where the pool's attention has none.
+
+        They are for up to `rows` rows, of contexts of up to `tokens` tokens.
+        """
+        if self.pool.is_cuda and isinstance(self.planner, FlashInfer):
+            return self.planner.decode_plans(rows, tokens)
+        return None
+
+    @contextmanager
+    def using(self, plan: DecodePlan) -> Iterator[None]:
+        """Have `attention` use `plan`, outside of a step, while a graph is captured."""
+        self._step, self._plan = StepDescription((), ()), plan
+        try:
+            yield
+        finally:
+            self._step = self._plan = None
 
     def device_pages(self) -> DevicePages:
         return DevicePages(self.pool)

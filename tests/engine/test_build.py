@@ -60,14 +60,29 @@ def test_the_default_dtype_of_weights(
     assert _dtype(config) == dtype
 
 
-@pytest.mark.parametrize(
-    ("there", "said"), [(False, "finds no GPU"), (True, "no transport supports")]
-)
-def test_an_engine_on_a_gpu_is_refused(there: bool, said: str, monkeypatch: pytest.MonkeyPatch):
-    """See `docs/gpu.md`."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    with pytest.raises(BadRequest, match=said):
+def test_without_a_gpu_an_engine_on_one_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadRequest, match="finds no GPU"):
         build_engine(EngineConfig("tiny", device="cuda"), b"secret", 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig("mock", device="cuda"),
+        EngineConfig("tiny", device="cuda", tp=2),
+        EngineConfig("tiny", device="cuda", pp=2),
+        EngineConfig("tiny", device="cuda", device_pages=64),
+        EngineConfig("tiny", device="cuda", lend_share=0.5),
+        EngineConfig("tiny", device="cuda", borrow=True),
+    ],
+)
+def test_what_needs_pools_in_host_memory_is_refused_on_a_gpu(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(BadRequest, match="needs --device cpu"):
+        build_engine(config, b"secret", 1)
 
 
 TEAMS = """

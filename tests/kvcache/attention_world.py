@@ -57,10 +57,12 @@ class World:
         group: int = 3,
         dim: int = 16,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.page_size, self.group, self.kv_heads, self.dim = page_size, group, kv_heads, dim
-        self.planner = planner_for(KVLayout(1, 1, page_size, kv_heads, dim, dtype), group, CPU)
+        layout = KVLayout(1, 1, page_size, kv_heads, dim, dtype)
+        self.planner = planner_for(layout, group, device)
         counts = [-(-length // page_size) for length in lengths]
         order = [PageId(page) for page in range(1, sum(counts) + 1)]
         random.Random(2).shuffle(order)
@@ -72,13 +74,13 @@ class World:
             kv_heads,
             dim,
         )  # 3 layers; the middle one is used
-        self.pool = torch.full(shape, torch.nan, dtype=dtype)[:, 1]
+        self.pool = torch.full(shape, torch.nan, dtype=dtype, device=device)[:, 1]
         self.pool[SCRATCH_PAGE] = 0.0
         self.sequences = []
         self.padding = torch.empty(0)  # of the latest step
         for length, count in zip(lengths, counts, strict=True):
             q, k, v = (
-                torch.randn(length, heads, dim, generator=generator).to(dtype)
+                torch.randn(length, heads, dim, generator=generator).to(device, dtype)
                 for heads in (kv_heads * group, kv_heads, kv_heads)
             )
             self.sequences.append(Sequence_(q, k, v, order[:count]))
@@ -110,6 +112,6 @@ class World:
         k = sequence.k.double().repeat_interleave(self.group, 1)
         v = sequence.v.double().repeat_interleave(self.group, 1)
         scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * self.dim**-0.5
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mask = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).float()

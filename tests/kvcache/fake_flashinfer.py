@@ -13,8 +13,11 @@ import torch
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
+    ) -> None:
         assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
+        assert backend in ("auto", "fa2", "fa3")
 
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
@@ -52,6 +55,55 @@ class BatchPrefillWithPagedKVCacheWrapper:
             values[mine] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
             sums[mine] = scores.logsumexp(-1) / math.log(2)
         return (values, sums) if return_lse else values
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """With buffers, as for CUDA graphs: `run` reads what `plan` has written there."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *,
+        use_cuda_graph: bool = False, use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor, paged_kv_indices_buffer: torch.Tensor,
+        paged_kv_last_page_len_buffer: torch.Tensor, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        assert use_cuda_graph and use_tensor_cores and backend in ("auto", "fa2", "fa3")
+        self.indptr, self.last = paged_kv_indptr_buffer, paged_kv_last_page_len_buffer
+        self.indices = paged_kv_indices_buffer
+        self.prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *,
+        q_data_type: Any = "float16", kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
+        assert len(indptr) == len(self.indptr) and len(indices) <= len(self.indices)
+        assert len(last_page_len) == len(self.last)
+        self.indptr.copy_(indptr)
+        self.indices[: len(indices)] = indices
+        self.last.copy_(last_page_len)
+        rows = torch.arange(len(indptr), dtype=torch.int32)
+        self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self.prefill.plan(
+            rows, indptr, indices, last_page_len, *self.shape,
+            q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(self.indptr), dtype=torch.int32)
+        self.prefill.arrays = rows, self.indptr, self.indices, self.last
+        values: torch.Tensor = self.prefill.run(q, paged_kv_cache)
+        return values
+
+
+def append_rows(
+    pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor
+) -> None:
+    """`kvcache.kernels.append_rows.append_rows`, which Triton runs on GPUs only."""
+    page_size = pages.shape[2]
+    for row, place in enumerate(places.tolist()):
+        if place >= 0:
+            pages[place // page_size, 0, place % page_size] = k[row]
+            pages[place // page_size, 1, place % page_size] = v[row]
 
 
 def merge_state(

@@ -132,7 +132,7 @@ def _build(
                 transformer.quantize()
             else:
                 transformer.pack()
-        ops_for(dtype, device)
+    ops_for(dtype, device)
     _trim_heap()
     return transformer
 

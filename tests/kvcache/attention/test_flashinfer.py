@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fake_flashinfer
@@ -18,11 +19,13 @@ import pytest
 import torch
 from attention_world import CPU, World
 
+from kvcache.attention import DecodePlans
 from kvcache.attention import flashinfer as attention_flashinfer
 from kvcache.attention.flashinfer import FlashInfer, RaggedBatch
 from kvcache.attention.select import planner_for
 from kvcache.attention.stable import StablePlan
 from kvcache.memory.layout import KVLayout
+from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.sequences.step import Span
 from kvcache.types import PageId
 
@@ -40,7 +43,7 @@ def layout(dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> KVLayout:
 
 def world(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> World:
     made = World(lengths, dim=64, dtype=dtype)
-    made.planner = FlashInfer(layout(dtype), made.group, CPU, kernels=fake_flashinfer).plan
+    made.planner = FlashInfer(layout(dtype), made.group, CPU, kernels=fake_flashinfer)
     return made
 
 
@@ -82,7 +85,7 @@ def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch, share:
         if length - count > tokens:
             alike.step([(index, tokens, length - count - tokens)])
     on = FlashInfer(layout(), alike.group, CPU, kernels=fake_flashinfer)
-    alike.planner = on.plan
+    alike.planner = on
     ends = zip(lengths, counts, strict=True)
     parts = [(index, length - count, count) for index, (length, count) in enumerate(ends)]
     for (index, start, _), out in zip(parts, alike.step(parts), strict=True):
@@ -108,13 +111,67 @@ def test_the_arrays_of_a_plan():
     ]  # fmt: skip
 
 
+# Plans of decodes for CUDA graphs
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, DecodePlans]]:
+    """Sequences but for their last tokens, and plans of up to 8 rows of 300 tokens."""
+    monkeypatch.setitem(sys.modules, "kvcache.kernels.append_rows", fake_flashinfer)
+    several = world([300, 1, 129, 70])
+    for index in (0, 2, 3):
+        several.step([(index, 0, len(several.sequences[index].q) - 2)])
+    yield several, several.planner.decode_plans(8, 300)
+    assert not several.pool[SCRATCH_PAGE].count_nonzero()
+
+
+def span(several: World, row: int, index: int, at: int) -> Span:
+    return Span(row, at, 1, np.array(several.sequences[index].pages, np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_decode_plan_is_set_for_other_steps(plans: tuple[World, DecodePlans], rows: int):
+    several, plan = plans[0], plans[1].plan(rows)
+    for steps in ([(0, 298), (2, 127)], [(3, 68)], [(2, 128), (3, 69), (1, 0), (0, 299)]):
+        spans = [span(several, row, index, at) for row, (index, at) in enumerate(steps)]
+        assert plans[1].fit(spans)
+        plan.set(spans)
+        q, k, v = (
+            torch.full((rows, heads, 64), torch.nan, dtype=torch.bfloat16) for heads in (6, 2, 2)
+        )
+        q[len(steps) :] = 0.0
+        for row, (index, at) in enumerate(steps):
+            sequence = several.sequences[index]
+            q[row], k[row], v[row] = sequence.q[at], sequence.k[at], sequence.v[at]
+        plan.append(several.pool, k, v)
+        out = plan.attend(several.pool, q)
+        assert out.isfinite().all()  # padding rows read the scratch page
+        for row, (index, at) in enumerate(steps):
+            near(out[row], several.dense(index)[at])
+
+
+def test_steps_that_no_decode_plan_fits(
+    plans: tuple[World, DecodePlans], monkeypatch: pytest.MonkeyPatch
+):
+    several, made = plans
+    assert made.fit([span(several, 0, 0, 299)])
+    prompt = Span(0, 0, 2, np.array(several.sequences[0].pages, np.int32))
+    assert not made.fit([prompt])
+    assert not several.planner.decode_plans(2, 100).fit([span(several, 0, 0, 299)])
+    twice = [span(several, row, 0, 299) for row in range(2)]
+    assert made.fit(twice)  # too few keys are shared
+    monkeypatch.setattr(attention_flashinfer, "MIN_SAVING", 1)
+    assert not made.fit(twice)
+
+
 # Selection of attention for a pool
 
 
 def test_a_gpu_gets_flashinfer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     planner = planner_for(layout(), 3, CUDA)
-    assert isinstance(getattr(planner, "__self__", None), FlashInfer)
+    assert isinstance(planner, FlashInfer)
 
 
 def test_without_flashinfer_torch_is_used_and_logged(monkeypatch, caplog):

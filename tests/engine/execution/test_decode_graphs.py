@@ -1,0 +1,119 @@
+"""Forward passes on a GPU: as on a CPU, with CUDA graphs and without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.random_model import llama, random_model
+from engine.execution.model_runner import ModelRunner
+from engine.models import LoadedModel, load_model
+from engine.protocol import Internal
+from engine.scheduling import Chunk
+from kvcache.cache import KVCache
+from kvcache.lease import Identity
+from kvcache.memory import KVLayout
+from kvcache.page_store import TorchPageStore
+from kvcache.transport import make_transport
+from kvcache.types import EngineId, SeqId
+
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+CONTEXT = 512
+LENGTHS = [5, 130, 17, 64, 300, 1, 33, 90, 200, 16, 31, 47]
+
+
+class Runs:
+    """One model over one pool, which generates greedily."""
+
+    def __init__(self, model: LoadedModel, dtype: torch.dtype, device: torch.device, graphs: int):
+        of = model.config
+        layout = KVLayout(of.num_layers, 400, 16, of.num_kv_heads, of.head_dim, dtype)
+        transport = make_transport("auto", 1, secret=b"secret", device=device)
+        store = TorchPageStore.on(transport, layout, query_heads=of.num_heads)
+        me = Identity(EngineId("a"), 1, b"secret", "same")
+        self.cache = KVCache(store, transport, identity=me)
+        self.runner = ModelRunner(model, self.cache, graph_rows=graphs, context=CONTEXT)
+
+    def greedy(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], torch.Tensor]:
+        """Return `count` tokens for each prompt, decoded together, and the last logits."""
+        names = [SeqId(n) for n in range(len(prompts))]
+        latest = []
+        for name, prompt in zip(names, prompts, strict=True):
+            self.cache.add_sequence(name, [])
+            self.cache.grow(name, len(prompt) + count)
+            latest.append(int(self.runner.run([Chunk(name, prompt, True)])[0].argmax()))
+        outputs = [[token] for token in latest]
+        logits = torch.empty(0)
+        for _ in range(count - 1):
+            chunks = [
+                Chunk(name, [out[-1]], True) for name, out in zip(names, outputs, strict=True)
+            ]
+            logits = self.runner.run(chunks)
+            for out, token in zip(outputs, logits.argmax(-1).tolist(), strict=True):
+                out.append(token)
+        for name in names:
+            self.cache.remove_sequence(name)
+        self.cache.check_integrity()
+        return outputs, logits.clone()
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    source = random.Random(3)
+    return [[source.randrange(vocab) for _ in range(length)] for length in LENGTHS]
+
+
+def test_float32_gives_the_tokens_of_a_cpu():
+    answers = []
+    for device in (CPU, GPU):
+        model = load_model("tiny", dtype=torch.float32, device=device)
+        runs = Runs(model, torch.float32, device, graphs=16)
+        answers.append(runs.greedy(prompts(500), 40)[0])
+        runs.cache.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def random_llama(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    pytest.importorskip("flashinfer")
+    config = llama(
+        layers=4, hidden=512, inner=1024, heads=8, kv_heads=2, head_dim=request.param, vocab=1024
+    )
+    yield random_model(config, torch.bfloat16, GPU)
+
+
+def test_graphs_give_the_logits_of_single_kernels(random_llama: LoadedModel):
+    """12 decodes in a graph of 12 rows; 7 in one of 7; and 9 rows padded to 12."""
+    alone = Runs(random_llama, torch.bfloat16, GPU, graphs=0)
+    graphs = Runs(random_llama, torch.bfloat16, GPU, graphs=16)
+    assert graphs.runner._graphs is not None and alone.runner._graphs is None
+    replays = []
+    run = graphs.runner._graphs.run
+    graphs.runner._graphs.run = lambda *given: replays.append(out := run(*given)) or out
+    for count in (12, 7, 9):
+        some = prompts(1000)[:count]
+        # One step: later ones would follow from tokens that near ties have made different.
+        (_, wanted), (_, got) = alone.greedy(some, 2), graphs.greedy(some, 2)
+        assert replays[-1] is not None
+        assert got.shape == wanted.shape == (count, 1024)
+        torch.testing.assert_close(got, wanted, atol=0.06, rtol=0.03)
+    before = len([out for out in replays if out is not None])
+    graphs.greedy(prompts(1000), 30)
+    assert len([out for out in replays if out is not None]) - before == 29
+    for runs in (alone, graphs):
+        runs.cache.close()
+
+
+def test_a_step_that_is_wrong_leaves_the_runner_usable(random_llama: LoadedModel):
+    runs = Runs(random_llama, torch.bfloat16, GPU, graphs=8)
+    some = prompts(1000)[:3]
+    first = runs.greedy(some, 10)[0]
+    runs.cache.add_sequence(SeqId(99), [])
+    with pytest.raises((IndexError, Internal)):  # it has no pages
+        runs.runner.run([Chunk(SeqId(99), [1, 2, 3], True)])
+    runs.cache.remove_sequence(SeqId(99))
+    assert runs.greedy(some, 10)[0] == first
+    runs.cache.close()
