@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                 )
             fingerprint = layout.fingerprint(_kv_digest(model))
             transport = make_transport(
-                config.transport, epoch, secret=secret, network=_network(config)
+                config.transport, epoch, secret=secret, network=_network(config), device=device
             )
             store: PageStore
             if group is not None:
