@@ -6,8 +6,6 @@ launches. Arithmetic is in float32 and rounds wherever torch's own operations wo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -54,11 +52,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
-def _add_norm(
-    hidden: Any, delta: Any, weight: Any, out: Any, eps: Any,
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm(  # type: ignore[no-untyped-def]
+    hidden, delta, weight, out, eps,
     width: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     at = tl.arange(0, block)
     inside = at < width
     row = tl.program_id(0).to(tl.int64) * width
@@ -73,11 +71,11 @@ def _add_norm(
     tl.store(out + row + at, scaled.to(x.dtype), mask=inside)
 
 
-@triton.jit
-def _rope(
-    x: Any, cos: Any, sin: Any, stride: Any,
+@triton.jit  # type: ignore[untyped-decorator]
+def _rope(  # type: ignore[no-untyped-def]
+    x, cos, sin, stride,
     half: tl.constexpr, pairs: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < pairs
@@ -91,8 +89,8 @@ def _rope(
     tl.store(first + half, (b * c + a * s).to(a.dtype), mask=inside)
 
 
-@triton.jit
-def _swiglu(gate_up: Any, out: Any, width: Any, block: tl.constexpr) -> None:
+@triton.jit  # type: ignore[untyped-decorator]
+def _swiglu(gate_up, out, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width

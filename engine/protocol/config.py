@@ -63,11 +63,12 @@ class EngineConfig:
     )
     threads: int = count(0, SERVER, "compute threads; 0: one per usable core", most=4096)
     cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all", rare=True)
-    transport: Literal["auto", "shm", "nixl"] = flag(
+    transport: Literal["auto", "shm", "nixl", "cuda_ipc"] = flag(
         "auto",
         CLUSTER,
         "way of KV to other engines; shm: within a host; nixl: also between hosts (extra nixl); "
-        "auto: shm within this host, and nixl beyond it unless --host is loopback",
+        "cuda_ipc: between pools in GPU memory within a host (extra cuda); auto: shm within this "
+        "host, and nixl beyond it unless --host is loopback; with --device cuda, cuda_ipc",
         rare=True,
     )
     kv_host: str = flag(

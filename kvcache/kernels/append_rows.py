@@ -6,8 +6,6 @@ memory, so a CUDA graph that holds it can be replayed with other places.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,12 +29,12 @@ def append_rows(
     )  # fmt: skip
 
 
-@triton.jit
-def _append(
-    pages: Any, k: Any, v: Any, places: Any,
-    page_stride: Any, value_offset: Any, k_stride: Any, v_stride: Any,
+@triton.jit  # type: ignore[untyped-decorator]
+def _append(  # type: ignore[no-untyped-def]
+    pages, k, v, places,
+    page_stride, value_offset, k_stride, v_stride,
     page_size: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places + row)
     if place >= 0:

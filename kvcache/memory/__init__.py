@@ -1,6 +1,8 @@
 """The memory of pages: its layout, regions that peers can write, write rights, prefaulting."""
 
 from kvcache.memory.block_layout import BlockLayout
+from kvcache.memory.device import Device
+from kvcache.memory.device_region import DeviceRegion, DeviceSlots
 from kvcache.memory.flagged_region import EXCLUSIVE, PARTIES, ROW, FlaggedRegion
 from kvcache.memory.layout import KVLayout, PoolLayout, SplitLayout
 from kvcache.memory.part_region import PartRegion
@@ -13,6 +15,9 @@ __all__ = [
     "ROW",
     "USUAL_BYTES",
     "BlockLayout",
+    "Device",
+    "DeviceRegion",
+    "DeviceSlots",
     "FlaggedRegion",
     "KVLayout",
     "LocalRegion",

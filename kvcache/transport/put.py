@@ -29,7 +29,6 @@ __all__ = ["QueuedPut"]
 
 log = logging.getLogger(__name__)
 
-COMMIT_BYTES = 4 << 20  # at most this much per hold of the write right: some 0.3 ms in memory
 RIGHT_TIMEOUT_S = 2.0  # another holder copies for less than 1 ms, unless its process is stopped
 RIGHT_POLL_S = 0.0005  # first interval between attempts; later intervals grow
 EVENT_POLL_S = 0.0002  # while the device computes the KV: about the time of one layer
@@ -249,7 +248,7 @@ class QueuedPut:
                 batch = next(entry.batches, None)
                 if batch is not None:
                     runs, size = batch
-                    if commit.bytes and commit.bytes + size > COMMIT_BYTES:
+                    if commit.bytes and commit.bytes + size > self._target.commit_bytes:
                         entry.batches = chain([batch], entry.batches)
                         break
                     commit.runs.append(runs)
@@ -266,7 +265,8 @@ class QueuedPut:
         address = self._address
         if not address.begin <= begin <= end <= address.room:
             raise BadRange(f"[{begin}, {end}) is outside the room of the lease")
-        yield from self._route.batches(layers, pages, begin, end, COMMIT_BYTES)
+        most = self._target.commit_bytes
+        yield from self._route.batches(layers, pages, begin, end, most)
 
     @cached_property
     def _route(self) -> Route:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,11 @@ class Target(Protocol):
     @property
     def layout(self) -> PoolLayout:
         """Layout of the peer's pool."""
+        ...
+
+    @property
+    def commit_bytes(self) -> int:
+        """The most bytes that are copied in one hold of the write right."""
         ...
 
     def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
@@ -62,7 +67,9 @@ class Target(Protocol):
 
 
 class HostTarget:
-    """The event methods of a `Target` whose source pool is in host memory."""
+    """What all `Target`s have in common whose source pool is in host memory."""
+
+    commit_bytes: ClassVar[int] = 4 << 20  # some 0.3 ms in memory
 
     def record_event(self) -> None:
         return None

@@ -24,7 +24,7 @@ class CoreSettings:
     url: str
     weights: str  # digest of the weights and of all else that determines keys and values
     notes: str  # path of the unix socket to which notes go
-    transport: Literal["auto", "shm", "nixl"]
+    transport: Literal["auto", "shm", "nixl", "cuda_ipc"]
     kv_host: str  # EngineConfig.kv_address
     kv_ports: tuple[int, int]  # the first one, and the one behind the last
     kv_interface: str

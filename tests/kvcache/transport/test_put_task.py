@@ -14,6 +14,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import BadRange, Internal, LeaseExpired
 from kvcache.lease import CLAIM, LANDED, NONCE, RENEWALS
 from kvcache.transport.put import QueuedPut
+from kvcache.transport.target import HostTarget
 from kvcache.transport.worker import Task, Worker
 from kvcache.types import TokenPos
 
@@ -310,7 +311,8 @@ def test_a_close_does_not_wait_for_writes_behind_it(by_hand: ByHand):
 def test_an_event_is_not_asked_again_once_it_has_happened(
     by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvcache.transport.put.COMMIT_BYTES", 2 * by_hand.sender.layout.layer_bytes)
+    limit = 2 * by_hand.sender.layout.layer_bytes
+    monkeypatch.setattr(HostTarget, "commit_bytes", limit)
     by_hand.on_device()
     by_hand.computed(by_hand.computing())
     by_hand.write(0, 16)
@@ -348,7 +350,7 @@ def test_skipped_writes_end_with_the_devices_last_work(by_hand: ByHand, end: str
 def test_a_commit_takes_writes_while_they_fit(by_hand: ByHand, monkeypatch: pytest.MonkeyPatch):
     page = by_hand.sender.layout.page_bytes
     for limit, holds in ((2 * page, 1), (2 * page - 1, 2)):
-        monkeypatch.setattr("kvcache.transport.put.COMMIT_BYTES", limit)
+        monkeypatch.setattr(HostTarget, "commit_bytes", limit)
         by_hand.receiver.store.pool[:, by_hand.lease.own] = 0
         by_hand.calls.clear()
         sent = by_hand.put.bytes_sent

@@ -1,0 +1,76 @@
+"""Processes as owners of work on a device: which one it is, and whether anything of it is left."""
+
+from __future__ import annotations
+
+import os
+import select
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["is_over", "start_time", "this_process"]
+
+
+def start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot; 0 if there is none.
+
+    No two processes of a boot have the same number and the same time.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def this_process() -> tuple[int, int]:
+    """Return the number and the start time of this process."""
+    return _this(os.getpid())
+
+
+def is_over(pid: int, started: int) -> bool:
+    """Return whether all threads of a process have ended, and it holds no file any more.
+
+    By then the driver of a device has torn down what the process had there. A process with the
+    same number that started at another time is another one.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # a kernel without pidfd_open
+        return start_time(pid) != started or _is_zombie(pid)
+    try:
+        # The number stays with one process for as long as the descriptor is open.
+        other = start_time(pid)
+        return other not in (0, started) or _has_ended(handle)
+    finally:
+        os.close(handle)
+
+
+@lru_cache(maxsize=1)
+def _this(pid: int) -> tuple[int, int]:
+    return pid, start_time(pid)
+
+
+def _has_ended(handle: int) -> bool:
+    """Whether the last thread of a process has ended. The kernel tells it after it closed files."""
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether the last thread of a process has ended; also if nothing is left of it."""
+    fields = _stat(pid)
+    if not fields:
+        return True
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:
+        return True
+    return fields[0] in ("Z", "X") and len(threads) < 2
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of `/proc/PID/stat` from the state on; an empty list without a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
