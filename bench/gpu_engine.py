@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.random_model import llama, random_model
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease import Identity

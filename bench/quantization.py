@@ -41,7 +41,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.report import only_save, publish, spread, table
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.models import LoadedModel, load_model
 from engine.models.loading.load import Quantization
 from engine.scheduling.chunk import Chunk

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import torch
 
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.execution.runner import Runner
 from engine.execution.step_loop import StepLoop
 from engine.execution.stepper import Stepper

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.execution.step_rows import step_rows
+from engine.execution.forward.step_rows import step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from engine.workers.exchange import Kind, StepMessage

@@ -4,9 +4,9 @@ May import `memory` and the rooms below it.
 """
 
 from kvcache.attention.block_tree import BLOCK, nodes_of
-from kvcache.attention.decode_plan import DecodePlan, DecodePlans
 from kvcache.attention.distributed import combine
-from kvcache.attention.flashinfer import FlashInfer
+from kvcache.attention.gpu.decode_plan import DecodePlan, DecodePlans
+from kvcache.attention.gpu.flashinfer import FlashInfer
 from kvcache.attention.held import HeldSpan, Part, Ranges, split_parts
 from kvcache.attention.merge_plan import MergedSpan, MergePlan, PartRows
 from kvcache.attention.partial import PartialAttention

@@ -38,7 +38,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
     """
     if layout.dtype != torch.float32 and device.type == "cuda":
         try:
-            from kvcache.attention.flashinfer import FlashInfer, supports
+            from kvcache.attention.gpu.flashinfer import FlashInfer, supports
 
             if supports(layout):
                 return FlashInfer(layout, group, device)

@@ -14,7 +14,7 @@ import torch
 import uvicorn
 
 from engine.api.app import build_app
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.execution.step_loop import StepLoop
 from engine.execution.stepper import Stepper
 from engine.models import LoadedModel, load_model

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.execution.step_rows import StepRows
+from engine.execution.forward.step_rows import StepRows
 from engine.workers.exchange.wire import Array
 from kvcache.sequences import Span, StepDescription
 from kvcache.types import TokenPos

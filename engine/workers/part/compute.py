@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.model_runner import row_multiple
+from engine.execution.forward.model_runner import row_multiple
 from engine.models import LoadedModel, ModelConfig, Part, load_model, split_model
 from engine.protocol import Internal
 from engine.workers.exchange import SharedSum, StepMessage, WorkerSettings
@@ -106,7 +106,7 @@ class PartWorker:
 
     @property
     def row_multiple(self) -> int:
-        """As of `engine.execution.model_runner.row_multiple`."""
+        """As of `engine.execution.forward.model_runner.row_multiple`."""
         return row_multiple(self._transformer, self._dtype, torch.device("cpu"))
 
     @property

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from engine_helpers import generation, tiny, tiny_layout
 
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.execution.step_output import StepOutput
 from engine.execution.stepper import Stepper
 from engine.sampling.sampled import Sampled

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.random_model import llama, random_model
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.models import LoadedModel, load_model
 from engine.protocol import Internal
 from engine.scheduling import Chunk

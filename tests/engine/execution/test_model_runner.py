@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.execution import model_runner
-from engine.execution.model_runner import ModelRunner, row_multiple, stable_row_multiple
+from engine.execution.forward import model_runner
+from engine.execution.forward.model_runner import ModelRunner, row_multiple, stable_row_multiple
 from engine.models import Linear, load_model
 from engine.models.linear import Int8Linear, WidenedLinear
 from engine.scheduling.chunk import Chunk

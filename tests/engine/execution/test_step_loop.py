@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_helpers import generation, make_cache, tiny
 
-from engine.execution.model_runner import ModelRunner
+from engine.execution.forward.model_runner import ModelRunner
 from engine.execution.step_loop import StepLoop
 from engine.execution.step_output import StepOutput
 from engine.execution.stepper import Stepper

@@ -20,8 +20,8 @@ import torch
 from attention_world import CPU, World
 
 from kvcache.attention import DecodePlans
-from kvcache.attention import flashinfer as attention_flashinfer
-from kvcache.attention.flashinfer import FlashInfer, RaggedBatch
+from kvcache.attention.gpu import flashinfer as attention_flashinfer
+from kvcache.attention.gpu.flashinfer import FlashInfer, RaggedBatch
 from kvcache.attention.select import planner_for
 from kvcache.attention.stable import StablePlan
 from kvcache.memory.layout import KVLayout

@@ -8,7 +8,7 @@ import torch
 from attention_world import World
 
 from kvcache.attention import DecodePlan, FlashInfer
-from kvcache.attention import flashinfer as attention_flashinfer
+from kvcache.attention.gpu import flashinfer as attention_flashinfer
 from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.sequences.step import Span
 

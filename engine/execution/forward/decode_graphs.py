@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.execution.step_rows import StepRows
+from engine.execution.forward.step_rows import StepRows
 from engine.latency import padded_rows
 from engine.models import Transformer
 from kvcache.attention import DecodePlan, DecodePlans

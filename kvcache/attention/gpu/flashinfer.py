@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvcache.attention.cascade import Row, Segment, segments_of
-from kvcache.attention.decode_plan import DecodePlans
+from kvcache.attention.gpu.decode_plan import DecodePlans
 from kvcache.memory import KVLayout
 from kvcache.sequences import PageIds, Span
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.step_rows import step_rows
+from engine.execution.forward.decode_graphs import DecodeGraphs
+from engine.execution.forward.step_rows import step_rows
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
