@@ -26,7 +26,7 @@ class CudaCopies:
     """Implements `Copies`: one kernel per call, or a call of `memcpy` per run without Triton."""
 
     def __init__(self, device: torch.device, memcpy: Memcpy) -> None:
-        """Compile the kernel for runs of 16 bytes' alignment and try it."""
+        """The first one on a device compiles the kernel for runs of 16 bytes' alignment."""
         self._device, self._memcpy = device, memcpy
         self._stream = torch.cuda.Stream(device, HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._lost = ""  # why this process can do nothing on the GPU any more
