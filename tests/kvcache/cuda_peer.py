@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -39,7 +40,8 @@ class CudaCommands(Commands):
         """Start again with a pool of that many pages of 512 KiB, and copies of up to 1 GiB."""
         CudaIpcTarget.commit_bytes = 1 << 30
         self.cache.close()
-        self.cache = make_cache(self.transport(9), big_layout(pages), name="big", epoch=9)
+        name = f"big-{os.getpid()}"
+        self.cache = make_cache(self.transport(9), big_layout(pages), name=name, epoch=9)
 
     def prep_recv_big(self, tokens: int) -> str:
         _, address = self.cache.prep_recv("r", list(range(tokens + 1)), tokens, 0, 60.0)
@@ -85,6 +87,7 @@ class CudaCommands(Commands):
         put = self.cache.open_put(address, prompt, 0, end)
         pages = [PageId(page) for page in range(1, 1 - -end // 4)]
         cycles = _cycles(LAYER_S)
+        pool[0, 1:] = pool[1, 1:] = 0.0  # the first launch of a kernel may wait for all others
         settle(pool)
         began = time.monotonic()
         for layer in range(2):
