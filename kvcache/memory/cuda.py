@@ -146,7 +146,7 @@ class _CudaAllocation:
                 self.handle = bytes(call("cudaIpcGetMemHandle", address).reserved)
             except CudaCallError as error:
                 raise Internal(f"GPU memory cannot be shared: {error}") from error
-            self.memory = torch.as_tensor(block, device=device)
+            self.memory = _tensor(block)
         _allocations[self.handle] = self
 
     def keep(self) -> None:
@@ -172,7 +172,7 @@ class _CudaMapping:
                 block, _release, "cudaIpcCloseMemHandle", device.index, address
             )
             close.atexit = False
-            self.memory = torch.as_tensor(block)
+            self.memory = _tensor(block)
 
 
 # By handle. Peers in this process, such as the engine itself, use them as they are.
@@ -183,6 +183,7 @@ class _Block:
     """Bytes on a GPU that torch can wrap without copying."""
 
     def __init__(self, address: int, size: int) -> None:
+        self.address = address
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -190,6 +191,18 @@ class _Block:
             "strides": None,
             "version": 2,  # without a stream to wait for
         }
+
+
+def _tensor(block: _Block) -> torch.Tensor:
+    """Return a tensor over a block, which it keeps alive. Raises `Internal`."""
+    try:
+        index = int(call("cudaPointerGetAttributes", block.address).device)
+    except CudaCallError as error:
+        raise Internal(f"an address of GPU memory is not known: {error}") from error
+    tensor = torch.as_tensor(block, device=torch.device("cuda", index))
+    if tensor.data_ptr() != block.address:  # for another device, torch would copy
+        raise Internal("torch has copied GPU memory instead of wrapping it")
+    return tensor
 
 
 def memcpy_async(target: int, source: int, nbytes: int, stream: int) -> None:

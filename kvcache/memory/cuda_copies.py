@@ -21,19 +21,23 @@ Memcpy = Callable[[int, int, int, int], None]  # target, source, bytes, stream
 HIGH_PRIORITY = -1  # a peer waits for these, and the write right is held for as long
 LEAST_PIECES = 4096  # room for so many from the start
 
+_kernel_works: dict[int, bool] = {}  # by index of the device
+
 
 class CudaCopies:
     """Implements `Copies`: one kernel per call, or a call of `memcpy` per run without Triton."""
 
     def __init__(self, device: torch.device, memcpy: Memcpy) -> None:
-        """Compile the kernel for runs of 16 bytes' alignment and try it."""
+        """The first one on a device compiles the kernel for runs of 16 bytes' alignment."""
         self._device, self._memcpy = device, memcpy
         self._stream = torch.cuda.Stream(device, HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._lost = ""  # why this process can do nothing on the GPU any more
         # Pieces of runs, `[pieces, 3]`: pinned in host memory, and on the device.
         self._pinned = self._pieces = torch.empty(0, 3)
         self._make_room(LEAST_PIECES)
-        self.by_kernel = self._try_kernel()
+        if device.index not in _kernel_works:
+            _kernel_works[device.index] = self._try_kernel()
+        self.by_kernel = _kernel_works[device.index]
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, runs: Runs) -> None:
         if self._lost:

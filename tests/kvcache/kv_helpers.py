@@ -86,12 +86,13 @@ def compute(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
     """Compute the sequence's next `tokens` with a model whose KV is `kv_of`."""
     if not tokens:
         return
-    start = cache.length(seq_id)
+    start, device = cache.length(seq_id), cache.store.pool.device
     cache.grow(seq_id, start + len(tokens))
     cache.begin_forward([seq_id], [len(tokens)])
     for layer in range(LAYERS):
-        kv = kv_of(tokens, layer, start)
-        cache.attention(layer, torch.zeros(len(tokens), HEADS, DIM), kv[:, 0], kv[:, 1])
+        kv = kv_of(tokens, layer, start).to(device)
+        q = torch.zeros(len(tokens), HEADS, DIM, device=device)
+        cache.attention(layer, q, kv[:, 0], kv[:, 1])
     cache.end_forward()
 
 
@@ -105,7 +106,7 @@ def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None
     pages = pages_of(cache, seq_id)
     for layer in range(LAYERS):
         held = cache.store.pool[layer, pages].transpose(1, 2).flatten(0, 1)[: len(tokens)]
-        assert torch.equal(held, kv_of(tokens, layer))
+        assert torch.equal(held.cpu(), kv_of(tokens, layer))
 
 
 def sequence(cache: KVCache, number: int, tokens: Sequence[int]) -> SeqId:

@@ -135,6 +135,10 @@ class Peer:
             raise result
         return result
 
+    def has_answered(self) -> bool:
+        """Return whether `answer` would not wait."""
+        return self._pipe.poll(0)
+
     def call(self, what: str, *args: object) -> Any:
         self.tell(what, *args)
         return self.answer()

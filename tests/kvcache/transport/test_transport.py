@@ -1,6 +1,7 @@
 """One suite for all transports, and tests that need several processes.
 
-`device` is an example transport of the tests; `test_transport_nixl.py` runs the suite over NIXL.
+`device` is `cuda_ipc` over a fake of CUDA's calls, and `cuda_ipc` is the same on a GPU, if there is
+one. `test_transport_nixl.py` runs the suite over NIXL.
 
 The tests send real signals: a stopped process keeps its lock on the pool, a killed one does not.
 """
@@ -22,7 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from device_transport import DeviceRegion, DeviceTransport
+from cuda_devices import CUDA_IPC, cuda_ipc_transport
+from fake_device import UUID, FakeDevice, fake_device_transport
 from kv_helpers import (
     LAYERS,
     Clock,
@@ -61,6 +63,8 @@ from kvcache.transport import (
     Transport,
     make_transport,
 )
+from kvcache.transport.cuda_ipc import CudaIpcTarget
+from kvcache.transport.target import HostTarget
 from kvcache.types import PageId, SeqId
 
 NewCache = Callable[..., KVCache]
@@ -68,7 +72,7 @@ PROMPT = list(range(100, 122))
 ONE = SeqId(1)
 
 
-@pytest.fixture(params=["memory", "shm", "device"])
+@pytest.fixture(params=["memory", "shm", "device", CUDA_IPC])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -86,8 +90,10 @@ def new(kind: str) -> Iterator[NewCache]:
                 transport = MemoryTransport(network, epoch)
             case "shm":
                 transport = ShmTransport(epoch)
+            case "cuda_ipc":
+                transport = cuda_ipc_transport(epoch)
             case _:
-                transport = DeviceTransport(epoch)
+                transport = fake_device_transport(epoch)
         made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
         return made[-1]
 
@@ -174,7 +180,8 @@ def test_a_dead_engine_is_unreachable(new: NewCache, kind: str):
     if isinstance(receiver.transport, MemoryTransport):
         receiver.transport._network.members.clear()
     else:
-        nowhere = {"shm": "shm:{}:999", "device": "device:{}:999:998"}[kind].format(os.getpid())
+        scheme = "shm" if kind == "shm" else "cuda_ipc"
+        nowhere = f"{scheme}:{os.getpid()}:999" + f":{UUID}:00" * (scheme == "cuda_ipc")
         address = _with_endpoint(receiver, nowhere, PROMPT)
     with pytest.raises(PeerUnreachable):
         sender.open_put(address, PROMPT, 0, 20)
@@ -188,7 +195,7 @@ def _with_endpoint(receiver: KVCache, endpoint: str, prompt: list[int]) -> str:
 
 
 @pytest.mark.parametrize("endpoint", ["memory:0", "shm:x:1", "shm:1", "", "shm:-1:3"])
-@pytest.mark.parametrize("kind", ["shm"])
+@pytest.mark.parametrize("kind", ["shm", "device"])
 def test_an_endpoint_of_another_kind_is_unreachable(new: NewCache, endpoint: str):
     sender, receiver = new("s"), new("r")
     with pytest.raises(PeerUnreachable):
@@ -262,8 +269,8 @@ def _memories() -> int:
 class Later:
     """A plan whose kernels run asynchronously, as on a GPU; each waits for one of `gates`."""
 
-    def __init__(self, plan: Plan, region: DeviceRegion, gates: Iterator[threading.Event]) -> None:
-        self._plan, self._region, self._gates = plan, region, gates
+    def __init__(self, plan: Plan, device: FakeDevice, gates: Iterator[threading.Event]) -> None:
+        self._plan, self._device, self._gates = plan, device, gates
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         gate = next(self._gates)
@@ -272,10 +279,15 @@ class Later:
             assert gate.wait(10)
             self._plan.append(pages, k, v)
 
-        self._region.start(kernel)
+        self._device.start(kernel)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return q
+
+
+def device_of(cache: KVCache) -> FakeDevice:
+    device: FakeDevice = cache.transport._device  # type: ignore[attr-defined]
+    return device
 
 
 @pytest.mark.parametrize("kind", ["device"])
@@ -287,8 +299,8 @@ def test_a_devices_kv_is_put_layer_by_layer_once_computed(new: NewCache):
     sender, receiver = new("s"), new("r")
     gates = [threading.Event() for _ in range(LAYERS)]
     each, planner = iter(gates), sender.store.planner
-    region = sender.transport.region
-    sender.store.planner = lambda spans: Later(planner(spans), region, each)
+    device = device_of(sender)
+    sender.store.planner = lambda spans: Later(planner(spans), device, each)
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     other, elsewhere = receiver.prep_recv("o", PROMPT, 8, 0, 10.0)
     put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
@@ -327,9 +339,8 @@ def test_a_cancelled_put_ends_after_the_devices_work(new: NewCache):
     """Before that, the device may still write the pages, so they are not reused."""
     sender, receiver = new("s"), new("r")
     gate, planner = threading.Event(), sender.store.planner
-    sender.store.planner = lambda spans: Later(
-        planner(spans), sender.transport.region, repeat(gate)
-    )  # type: ignore[arg-type]
+    device = device_of(sender)
+    sender.store.planner = lambda spans: Later(planner(spans), device, repeat(gate))
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
     sender.add_sequence(seq_id, PROMPT[:21])
@@ -354,6 +365,40 @@ def test_a_transport_is_found_by_the_name_in_its_endpoint():
     transport.close()
     with pytest.raises(BadRequest, match="carrier pigeon"):
         make_transport("carrier pigeon", 1, secret=b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("shm", "cuda"), ("nixl", "cuda:1"), ("cuda_ipc", "cpu")]
+)
+def test_a_transport_that_does_not_reach_a_device_is_refused(name: str, device: str):
+    with pytest.raises(BadRequest, match="cuda_ipc"):
+        make_transport(name, 1, secret=b"", device=torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["auto", "cuda_ipc"])
+def test_a_gpu_that_is_not_there_is_refused(name: str):
+    with pytest.raises(BadRequest, match=r"extra cuda|no GPU"):
+        make_transport(name, 1, secret=b"", device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["device"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["cuda_ipc", "cuda_ipc:1:2:3", "cuda_ipc:x:1:2:00", "cuda_ipc:1:x:2:00", "cuda_ipc:1:2:3:0x"],
+)
+def test_a_malformed_endpoint_of_a_gpu_is_unreachable(new: NewCache, endpoint: str):
+    sender, receiver = new("s"), new("r")
+    with pytest.raises(PeerUnreachable, match="cuda_ipc"):
+        sender.open_put(_with_endpoint(receiver, endpoint, PROMPT), PROMPT, 0, 20)
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_a_pool_on_a_device_that_is_not_here_is_unreachable(new: NewCache):
+    sender, receiver = new("s"), new("r")
+    endpoint = receiver.transport.endpoint.replace(UUID, "0ther")
+    with pytest.raises(PeerUnreachable, match="0ther"):
+        sender.open_put(_with_endpoint(receiver, endpoint, PROMPT), PROMPT, 0, 20)
 
 
 # Workers of one sender
@@ -458,7 +503,8 @@ def test_queued_writes_are_sent_together(deep: NewCache):
 def test_a_large_put_drops_the_right_repeatedly(deep: NewCache, monkeypatch: pytest.MonkeyPatch):
     sender, receiver = deep("s"), deep("r")
     token = sender.layout.token_bytes
-    monkeypatch.setattr("kvcache.transport.put.COMMIT_BYTES", 7 * 20 * token)
+    for target in (HostTarget, CudaIpcTarget):
+        monkeypatch.setattr(target, "commit_bytes", 7 * 20 * token)
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
     calls = watched(put)

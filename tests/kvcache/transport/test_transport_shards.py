@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from device_transport import DeviceTransport
+from cuda_devices import cuda_ipc_transport, needs_cuda, settle
+from fake_device import fake_device_transport
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_helpers import make_cache
@@ -66,7 +67,7 @@ def makers() -> dict[str, Make]:
     return {
         "memory": lambda epoch: MemoryTransport(network, epoch),
         "shm": ShmTransport,
-        "device": DeviceTransport,
+        "device": fake_device_transport,
     }
 
 
@@ -75,6 +76,13 @@ def makers() -> dict[str, Make]:
 @given(case=cases())
 def test_any_split_into_any_other(kind: str, case: Case):
     reshard(makers()[kind], case)
+
+
+@needs_cuda
+@settings(max_examples=3, deadline=None)
+@given(case=cases())
+def test_any_split_into_any_other_on_a_gpu(case: Case):
+    reshard(cuda_ipc_transport, case)
 
 
 @pytest.mark.slow
@@ -106,6 +114,7 @@ def reshard(make: Make, case: Case) -> None:
             fill(sender.region.pool, sender.region.layout.held, pages)
         for receiver in receivers:
             receiver.store.pool[:] = UNTOUCHED
+            settle(receiver.store.pool)
             lease, text = receiver.prep_recv("r", list(range(case.end)), case.end, 0, 60.0)
             address = KVAddress.verify(text, b"secret")
             puts = open_all(senders, address)
