@@ -77,7 +77,9 @@ class Parts:
         self.cache = make_cache(shape, pages, "here", self.device)
         self.layout = self.cache.layout
         began = time.monotonic()
-        self.runner = ModelRunner(model, self.cache, graph_rows=graph_rows, context=context)
+        self.runner = ModelRunner(
+            model, self.cache, graph_rows=graph_rows, context=context, prompt_rows=2048
+        )
         self.capture_s = time.monotonic() - began
 
     def sequence(self, length: int, room: int) -> SeqId:

@@ -149,7 +149,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             start = workers.start
         elif model.transformer is not None:
             runner = computing.submit(
-                ModelRunner, model, cache, graph_rows=config.max_batch, context=context
+                ModelRunner,
+                model,
+                cache,
+                graph_rows=config.max_batch,
+                context=context,
+                prompt_rows=config.token_budget,
             ).result()
     limits = None
     if split:

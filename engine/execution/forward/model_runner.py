@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from engine.execution.forward.decode_graphs import DecodeGraphs
-from engine.execution.forward.step_rows import step_rows
+from engine.execution.forward.segment_graphs import SegmentGraphs
+from engine.execution.forward.step_rows import StepRows, step_rows
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
@@ -30,13 +31,22 @@ class ModelRunner:
 
     Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU),
     and so that the number of distinct shapes stays small where a library keeps a kernel for each.
-    On a GPU, decodes are replayed from CUDA graphs where attention has plans for them.
+    On a GPU, steps are replayed from CUDA graphs where attention has plans for them.
     """
 
     def __init__(
-        self, model: LoadedModel, cache: KVCache, *, graph_rows: int = 0, context: int = 0
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        *,
+        graph_rows: int = 0,
+        context: int = 0,
+        prompt_rows: int = 0,
     ) -> None:
-        """Capture CUDA graphs for up to `graph_rows` decodes of up to `context` tokens."""
+        """Capture CUDA graphs for up to `graph_rows` decodes of up to `context` tokens.
+
+        Capture others for all other steps of up to `prompt_rows` rows.
+        """
         if model.transformer is None:
             raise Internal(f"{model.name} has no weights to run")
         self._model = model.transformer
@@ -46,6 +56,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if graph_rows and self._device.type == "cuda":
             self._graphs = DecodeGraphs.make(self._model, cache, graph_rows, context)
+        self._segments: SegmentGraphs | None = None
+        if prompt_rows and self._graphs is not None:
+            self._segments = SegmentGraphs(self._model, cache, prompt_rows)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -60,12 +73,7 @@ class ModelRunner:
             rows = step_rows(chunks, step, self.row_multiple)
             logits = self._graphs.run(rows, step) if self._graphs is not None else None
             if logits is None:
-                hidden = self._model(
-                    torch.tensor(rows.tokens, device=self._device),
-                    torch.tensor(rows.positions, device=self._device),
-                    self._cache,
-                )
-                logits = self._model.logits(hidden[rows.wanted])[: rows.logits]
+                logits = self._model.logits(self._hidden(rows)[rows.wanted])[: rows.logits]
             self._wait()
         except BaseException:
             self._cache.abort_forward()
@@ -73,6 +81,17 @@ class ModelRunner:
             raise
         self._cache.end_forward()
         return logits
+
+    def _hidden(self, rows: StepRows) -> torch.Tensor:
+        """Return the hidden states of a step's rows, `[rows, hidden]`."""
+        hidden = self._segments.run(rows) if self._segments is not None else None
+        if hidden is None:
+            hidden = self._model(
+                torch.tensor(rows.tokens, device=self._device),
+                torch.tensor(rows.positions, device=self._device),
+                self._cache,
+            )
+        return hidden
 
     def _wait(self) -> None:
         """Wait until the device has computed what was started.

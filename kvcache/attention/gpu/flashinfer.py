@@ -26,7 +26,11 @@ WORKSPACE_BYTES: Final = (
     256 << 20
 )  # for partial results of split sequences; the size that vLLM and SGLang use
 MIN_SAVING: Final = 8192  # keys saved that justify the launches of one more level; not measured
-BACKEND: Final = "fa2"  # of FlashInfer's; "auto" would be fa3 on Hopper
+# Query rows times keys, summed over the sequences, from which FlashInfer's "auto" plans a step. On
+# Hopper that is fa3: 1.6 times as fast for prompts as fa2 (bench/results), with a plan that takes
+# the host 0.7 ms longer. fa3 reads a long context by one multiprocessor, so decodes are slow in it.
+PROMPT_WORK: Final = 2_000_000
+PROMPT_ROWS: Final = 64  # of each sequence in such a step, at least
 
 
 def supports(layout: KVLayout) -> bool:
@@ -84,7 +88,7 @@ class FlashInfer:
         self._shape = (group * heads, heads, layout.head_dim, layout.page_size)
         self._dtype = layout.dtype
         self._workspace: torch.Tensor | None = None
-        self._wrappers: list[Any] = []  # by level
+        self._wrappers: dict[tuple[int, str], Any] = {}  # by level and backend
 
     def __call__(self, spans: Sequence[Span]) -> FlashInferPlan:
         """Plan a step; a `Planner`."""
@@ -105,20 +109,22 @@ class FlashInfer:
             shares=lambda spans: bool(_shared(spans, self.page_size)[1]),
         )
 
-    def level(self, number: int, batch: RaggedBatch, *, causal: bool) -> Any:
+    def level(self, number: int, batch: RaggedBatch, *, causal: bool, backend: str = "fa2") -> Any:
         """Return FlashInfer's wrapper, planned for level `number` of this step.
 
-        With `causal`, the rows of a sequence are its last tokens.
+        With `causal`, the rows of a sequence are its last tokens. `backend` is one of FlashInfer's.
         """
-        while len(self._wrappers) <= number:  # levels run one after another, in one workspace
-            wrapper = self.kernels.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace_tensor(), "NHD", backend=BACKEND
+        wrapper = self._wrappers.get((number, backend))
+        if wrapper is None:  # levels run one after another, in one workspace
+            wrapper = self._wrappers[number, backend] = (
+                self.kernels.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace_tensor(), "NHD", backend=backend
+                )
             )
-            self._wrappers.append(wrapper)
-        self._wrappers[number].plan(
+        wrapper.plan(
             *batch, *self._shape, causal=causal, q_data_type=self._dtype, kv_data_type=self._dtype
         )
-        return self._wrappers[number]
+        return wrapper
 
     def _workspace_tensor(self) -> torch.Tensor:
         if self._workspace is None:  # FlashInfer wants zeros for the first use
@@ -147,7 +153,7 @@ class FlashInferPlan:
                 ],
                 size,
             )
-        self._own = on.level(0, own, causal=True)
+        self._own = on.level(0, own, causal=True, backend=_backend(spans))
         self._shared: list[tuple[torch.Tensor, Any]] = []
         for number, level in enumerate(levels, start=1):
             rows = [
@@ -189,6 +195,13 @@ class FlashInferPlan:
             values[rows], sums[rows] = merged
         result.copy_(values)
         return out
+
+
+def _backend(spans: Sequence[Span]) -> str:
+    """Return FlashInfer's backend for a step's rows over the keys that they do not share."""
+    work = sum(span.count * (span.start + span.count) for span in spans)
+    prompts = all(span.count >= PROMPT_ROWS for span in spans)
+    return "auto" if prompts and work >= PROMPT_WORK else "fa2"
 
 
 def _shared(spans: Sequence[Span], page_size: int) -> tuple[list[int], list[list[Segment]]]:

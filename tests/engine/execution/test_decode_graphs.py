@@ -36,7 +36,9 @@ class Runs:
         store = TorchPageStore.on(transport, layout, query_heads=of.num_heads)
         me = Identity(EngineId("a"), 1, b"secret", "same")
         self.cache = KVCache(store, transport, identity=me)
-        self.runner = ModelRunner(model, self.cache, graph_rows=graphs, context=CONTEXT)
+        self.runner = ModelRunner(
+            model, self.cache, graph_rows=graphs, context=CONTEXT, prompt_rows=256 if graphs else 0
+        )
 
     def greedy(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], torch.Tensor]:
         """Return `count` tokens for each prompt, decoded together, and the last logits."""
@@ -102,9 +104,38 @@ def test_graphs_give_the_logits_of_single_kernels(random_llama: LoadedModel):
         torch.testing.assert_close(got, wanted, atol=0.06, rtol=0.03)
     before = len([out for out in replays if out is not None])
     graphs.greedy(prompts(1000), 30)
-    assert len([out for out in replays if out is not None]) - before == 29
+    # 29 steps of all, and the prompt of one token.
+    assert len([out for out in replays if out is not None]) - before == 30
     for runs in (alone, graphs):
         runs.cache.close()
+
+
+def test_graphs_around_attention_give_the_logits_of_single_kernels(random_llama: LoadedModel):
+    """Prompts, alone and beside decodes, in chunks: 90, 17 + 33 + 1 and 300 rows (no graph)."""
+    several = [Runs(random_llama, torch.bfloat16, GPU, graphs=graphs) for graphs in (0, 16)]
+    assert several[1].runner._segments is not None
+    long, *shorter = (prompts(1000)[n] for n in (7, 2, 6))
+    results = []
+    for runs in several:
+        names = [SeqId(n) for n in range(4)]
+        for name in names:
+            runs.cache.add_sequence(name, [])
+            runs.cache.grow(name, 400)
+        steps = [
+            [Chunk(names[0], long, True)],
+            [Chunk(names[1], shorter[0], True), Chunk(names[0], [5], True),
+             Chunk(names[2], shorter[1], False)],
+            [Chunk(names[3], [*prompts(1000)[4]], True)],
+            [Chunk(names[1], [9], True), Chunk(names[2], [8, 7, 6], True)],
+        ]  # fmt: skip
+        results.append([runs.runner.run(chunks).clone() for chunks in steps])
+        for name in names:
+            runs.cache.remove_sequence(name)
+        runs.cache.check_integrity()
+        runs.cache.close()
+    for wanted, got in zip(*results, strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, atol=0.06, rtol=0.03)
 
 
 def test_a_step_that_is_wrong_leaves_the_runner_usable(random_llama: LoadedModel):

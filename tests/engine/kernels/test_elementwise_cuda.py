@@ -18,6 +18,12 @@ def kernels(dtype: torch.dtype) -> Ops:
     return ops
 
 
+def near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Differ in two roundings at most: of the sum of squares, and of the result."""
+    epsilon = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=2 * epsilon, atol=epsilon / 64)
+
+
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to("cuda", dtype)
 
@@ -31,7 +37,7 @@ def test_add_norm(dtype: torch.dtype, rows: int, width: int):
     for added in (None, delta):
         ours, theirs = hidden.clone(), hidden.clone()
         out = kernels(dtype).add_norm(ours, added, weight, 1e-5)
-        torch.testing.assert_close(out, _add_norm(theirs, added, weight, 1e-5))
+        near(out, _add_norm(theirs, added, weight, 1e-5))
         assert torch.equal(ours, theirs)
 
 
@@ -44,7 +50,7 @@ def test_rope_touches_only_what_it_rotates(dtype: torch.dtype, rows: int, dim: i
     wanted = _apply_rope(qkv[:, :9], cos, sin)
     after = qkv.clone()
     out = kernels(dtype).rotate(after[:, :9], cos, sin)
-    torch.testing.assert_close(out, wanted)
+    near(out, wanted)
     assert torch.equal(after[:, 9:], qkv[:, 9:])
 
 
@@ -53,4 +59,4 @@ def test_rope_touches_only_what_it_rotates(dtype: torch.dtype, rows: int, dim: i
 @pytest.mark.parametrize("width", [96, 1536, 14336])
 def test_swiglu(dtype: torch.dtype, rows: int, width: int):
     gate_up = normal(rows, 2 * width, dtype=dtype)
-    torch.testing.assert_close(kernels(dtype).swiglu(gate_up), _swiglu(gate_up))
+    near(kernels(dtype).swiglu(gate_up), _swiglu(gate_up))

@@ -52,6 +52,17 @@ def test_a_mixed_step(dim: int, kv_heads: int, group: int):
     assert mixed.padding.isfinite().all()
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_long_prompt(dim: int):
+    """In chunks, of which the last two have so much work that FlashInfer chooses its backend."""
+    long = world([3500, 800], dim, 8, 4)
+    long.step([(0, 0, 1100), (1, 0, 100)])
+    long.step([(0, 1100, 1000)])
+    near(long.step([(0, 2100, 900), (1, 100, 300)])[1], long.dense(1)[100:400])
+    assert {backend for _, backend in long.planner._wrappers} == {"auto", "fa2"}
+    near(long.step([(0, 3000, 500)])[0], long.dense(0)[3000:])
+
+
 def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_flashinfer, "MIN_SAVING", 1)
     lengths, common = [420, 417, 200, 290, 300, 177], [0, 384, 160, 256, 0, 160]
