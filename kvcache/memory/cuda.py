@@ -25,7 +25,7 @@ __all__ = ["CudaDevice", "runtime"]
 
 log = logging.getLogger(__name__)
 
-ALIGNED: Final = 512  # bytes to which sizes are rounded up, so that any element fits
+BLOCK: Final = 2 << 20  # CUDA would share smaller memory in whole blocks of this size
 OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
 HANDLE_BYTES: Final = 64
 
@@ -221,17 +221,18 @@ def _device_to_device() -> Any:
 @cache
 def _uuids() -> list[str]:
     """Return the UUIDs of the GPUs that this process sees, by index."""
+    uuids = []
     try:
-        return [
-            call("cudaGetDeviceProperties", index).uuid.bytes.hex()
-            for index in range(torch.cuda.device_count())
-        ]
+        for index in range(torch.cuda.device_count()):
+            properties = call("cudaGetDeviceProperties", index)  # owns what `uuid` points into
+            uuids.append(properties.uuid.bytes.hex())
     except CudaCallError as error:
         raise Internal(f"the GPUs cannot be listed: {error}") from error
+    return uuids
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def _release(name: str, index: int, address: int) -> None:
