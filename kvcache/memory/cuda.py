@@ -85,7 +85,12 @@ class CudaDevice:
         self._check_reach(uuid)
         if len(handle) != HANDLE_BYTES:
             raise PeerUnreachable("the handle of the peer's GPU memory is not valid")
-        return _CudaMapping(self.device, handle, nbytes)
+        # Puts and transports of this process share one mapping.
+        key = self.device.index, handle, _rounded(nbytes)
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = _mappings[key] = _CudaMapping(self.device, handle, nbytes)
+        return mapping
 
     def record_event(self) -> object:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,6 +182,10 @@ class _CudaMapping:
 
 # By handle. Peers in this process, such as the engine itself, use them as they are.
 _allocations: weakref.WeakValueDictionary[bytes, _CudaAllocation] = weakref.WeakValueDictionary()
+# By index of the own device, handle and bytes.
+_mappings: weakref.WeakValueDictionary[tuple[int, bytes, int], _CudaMapping] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class _Block:
