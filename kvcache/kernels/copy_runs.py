@@ -47,8 +47,8 @@ def plan(runs: Runs) -> CopyPlan:
 
     Runs of 16 bytes' alignment are moved in vectors of 16 bytes.
     """
-    divisor = int(np.gcd.reduce(runs, axis=None)) or WIDEST
-    unit = min(divisor & -divisor, WIDEST)
+    bits = int(np.bitwise_or.reduce(runs, axis=None)) | WIDEST  # the lowest one is common to all
+    unit = bits & -bits
     scale = unit // _ELEMENTS[unit].itemsize
     longest = int(runs[:, 2].max(initial=0)) // unit * scale
     rows = TILE // SHORT if longest <= SHORT else 1

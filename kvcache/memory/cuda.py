@@ -25,7 +25,7 @@ __all__ = ["CudaDevice", "runtime"]
 
 log = logging.getLogger(__name__)
 
-ALIGNED: Final = 512  # bytes to which sizes are rounded up, so that any element fits
+BLOCK: Final = 2 << 20  # CUDA would share smaller memory in whole blocks of this size
 OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
 HANDLE_BYTES: Final = 64
 
@@ -85,7 +85,12 @@ class CudaDevice:
         self._check_reach(uuid)
         if len(handle) != HANDLE_BYTES:
             raise PeerUnreachable("the handle of the peer's GPU memory is not valid")
-        return _CudaMapping(self.device, handle, nbytes)
+        # Puts and transports of this process share one mapping.
+        key = self.device.index, handle, _rounded(nbytes)
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = _mappings[key] = _CudaMapping(self.device, handle, nbytes)
+        return mapping
 
     def record_event(self) -> object:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,6 +182,10 @@ class _CudaMapping:
 
 # By handle. Peers in this process, such as the engine itself, use them as they are.
 _allocations: weakref.WeakValueDictionary[bytes, _CudaAllocation] = weakref.WeakValueDictionary()
+# By index of the own device, handle and bytes.
+_mappings: weakref.WeakValueDictionary[tuple[int, bytes, int], _CudaMapping] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class _Block:
@@ -221,17 +230,18 @@ def _device_to_device() -> Any:
 @cache
 def _uuids() -> list[str]:
     """Return the UUIDs of the GPUs that this process sees, by index."""
+    uuids = []
     try:
-        return [
-            call("cudaGetDeviceProperties", index).uuid.bytes.hex()
-            for index in range(torch.cuda.device_count())
-        ]
+        for index in range(torch.cuda.device_count()):
+            properties = call("cudaGetDeviceProperties", index)  # owns what `uuid` points into
+            uuids.append(properties.uuid.bytes.hex())
     except CudaCallError as error:
         raise Internal(f"the GPUs cannot be listed: {error}") from error
+    return uuids
 
 
 def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def _release(name: str, index: int, address: int) -> None:

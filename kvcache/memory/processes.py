@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import os
 import select
+import weakref
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["is_over", "start_time", "this_process"]
+__all__ = ["Process", "is_over", "start_time", "this_process"]
+
+
+class Process:
+    """A process that may end at any time. Asking whether it has takes a microsecond."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._handle = pid, -1
+        with suppress(OSError):  # without the process, or in a kernel without pidfd_open
+            self._handle = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._handle)
+        self._started = start_time(pid)
+
+    def is_over(self) -> bool:
+        """Return whether nothing is left of the process, as the function `is_over`."""
+        if self._handle < 0:
+            return is_over(self._pid, self._started)
+        return _has_ended(self._handle)
 
 
 def start_time(pid: int) -> int:

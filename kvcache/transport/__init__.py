@@ -6,8 +6,7 @@ import torch
 
 from kvcache.errors import BadRequest
 from kvcache.lease import Put
-from kvcache.memory import USUAL_BYTES
-from kvcache.memory.cuda import CudaDevice
+from kvcache.memory import USUAL_BYTES, CudaDevice
 from kvcache.transport.auto import AutoTransport
 from kvcache.transport.base import Transport
 from kvcache.transport.cuda_ipc import CudaIpcTransport

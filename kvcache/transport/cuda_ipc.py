@@ -13,9 +13,16 @@ from typing import ClassVar
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import Device, DeviceRegion, DeviceSlots, PoolLayout, Region
-from kvcache.memory.device import Copies, Mapping
-from kvcache.memory.processes import is_over, start_time
+from kvcache.memory import (
+    Copies,
+    Device,
+    DeviceRegion,
+    DeviceSlots,
+    Mapping,
+    PoolLayout,
+    Process,
+    Region,
+)
 from kvcache.transport.base import Registered
 from kvcache.transport.endpoint import strip_scheme
 from kvcache.transport.mapped import MappedSlots
@@ -56,7 +63,7 @@ class _Peer:
     """A peer's region as mapped here. Puts in flight have references of their own."""
 
     epoch: int
-    started: int  # when its process started
+    process: Process
     slots: DeviceSlots
     pool: Mapping
 
@@ -67,13 +74,11 @@ class CudaIpcTarget(MappedSlots):
     # At 1 TB/s some 0.1 ms, beside 20 to 50 µs for the start of a kernel and the wait for it.
     commit_bytes: ClassVar[int] = 64 << 20
 
-    def __init__(
-        self, device: Device, copies: Copies, source: DeviceRegion, pid: int, peer: _Peer
-    ) -> None:
+    def __init__(self, device: Device, copies: Copies, source: DeviceRegion, peer: _Peer) -> None:
         """`copies` is of the worker's thread."""
         super().__init__(peer.slots)
         self._device, self._copies = device, copies
-        self._source, self._pid, self._peer = source, pid, peer
+        self._source, self._peer = source, peer
 
     def record_event(self) -> object:
         return self._device.record_event()
@@ -83,7 +88,7 @@ class CudaIpcTarget(MappedSlots):
 
     def copy(self, runs: Runs) -> None:
         # The memory of a process that ends should not be touched any more.
-        if self._pid != os.getpid() and is_over(self._pid, self._peer.started):
+        if self._peer.process.is_over():
             raise PeerUnreachable("the peer's process has ended")
         self._copies.copy(self._source.memory, self._peer.pool.memory, runs)
 
@@ -95,7 +100,7 @@ class CudaIpcTransport:
         """Pools are on `device`."""
         self._epoch, self._device = epoch, device
         self._own = Registered(DeviceRegion)
-        self._peers: dict[tuple[int, int], _Peer] = {}  # by process and descriptor
+        self._peers: dict[_Endpoint, _Peer] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
 
@@ -119,7 +124,7 @@ class CudaIpcTransport:
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         source, where = self.region, _Endpoint.parse(address.endpoint)
         peer = self._attach(where, address)
-        target = CudaIpcTarget(self._device, self._copies, source, where.pid, peer)
+        target = CudaIpcTarget(self._device, self._copies, source, peer)
         put = QueuedPut(target, source.layout, address, self._worker, join)
         put.take_claim(begin)
         return put
@@ -129,19 +134,19 @@ class CudaIpcTransport:
         self._peers.clear()
 
     def _attach(self, where: _Endpoint, address: KVAddress) -> _Peer:
-        key = where.pid, where.fd
         with self._peers_lock:
-            for (pid, fd), known in list(self._peers.items()):
+            for other, known in list(self._peers.items()):
                 # The mapping would keep the memory of a dead engine allocated.
-                stale = (pid, fd) == key and known.epoch != address.epoch
-                if stale or is_over(pid, known.started):
-                    del self._peers[pid, fd]
-            if key not in self._peers:
+                replaced = (other.pid, other.fd) == (where.pid, where.fd) and (
+                    other != where or known.epoch != address.epoch
+                )
+                if replaced or known.process.is_over():
+                    del self._peers[other]
+            if where not in self._peers:
                 # Before the memory is opened: if that is of the right epoch, so is the process.
-                started = start_time(where.pid)
+                process = Process(where.pid)
                 like = self.region.layout.of_peer(address.shards)
                 slots = DeviceSlots.attach(where.pid, where.fd, address.epoch, like)
-                nbytes = slots.layout.nbytes
-                pool = self._device.open_peer(where.handle, nbytes, where.uuid)
-                self._peers[key] = _Peer(address.epoch, started, slots, pool)
-            return self._peers[key]
+                pool = self._device.open_peer(where.handle, slots.layout.nbytes, where.uuid)
+                self._peers[where] = _Peer(address.epoch, process, slots, pool)
+            return self._peers[where]

@@ -15,6 +15,8 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
 
 from kvcache.kernels import copy_runs  # noqa: E402
 
+pytestmark = pytest.mark.cuda
+
 SIZE = 1 << 20
 
 

@@ -18,7 +18,7 @@ from kvcache.errors import BadRequest, StaleEpoch
 from kvcache.lease import NONCE
 from kvcache.memory import DeviceRegion, SharedRegion, SplitLayout
 from kvcache.memory.device_region import PID, STARTED, DeviceSlots
-from kvcache.memory.processes import is_over, start_time, this_process
+from kvcache.memory.processes import Process, is_over, start_time, this_process
 from kvcache.shard import split
 
 LAYOUT = small_layout(3)
@@ -177,8 +177,8 @@ def test_a_process_is_over_once_its_last_thread_has_ended(
         monkeypatch.setattr(os, "pidfd_open", not_there)
     pid = process.pid
     assert pid is not None
-    started = start_time(pid)
-    assert started > 0
+    started, watched = start_time(pid), Process(pid)
+    assert started > 0 and not watched.is_over()
     assert not is_over(pid, started)
     assert is_over(pid, started + 1)
     os.kill(pid, signal.SIGSTOP)
@@ -187,8 +187,9 @@ def test_a_process_is_over_once_its_last_thread_has_ended(
     give_up = time.monotonic() + 20
     while not is_over(pid, started):  # while it is a zombie
         assert time.monotonic() < give_up
+    assert watched.is_over()
     process.join()
-    assert is_over(pid, started)
+    assert is_over(pid, started) and watched.is_over() and Process(pid).is_over()
     assert start_time(pid) == 0
 
 

@@ -111,9 +111,9 @@ def nothing_stays_in_dev_shm() -> Iterator[None]:
 
 
 def _named_memory() -> set[str]:
-    """Return all names but those of semaphores and of UCX, which other processes create."""
+    """Return all names but those of semaphores, UCX and CUDA, which others create."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
-    return {name for name in names if not name.startswith(("sem.", "ucx_"))}
+    return {name for name in names if not name.startswith(("sem.", "ucx_", "cuda."))}
 
 
 def test_a_put_lands(new: NewCache):
