@@ -19,7 +19,7 @@ Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source, in the target, 
 Memcpy = Callable[[int, int, int, int], None]  # target, source, bytes, stream
 
 HIGH_PRIORITY = -1  # a peer waits for these, and the write right is held for as long
-LEAST_PIECES = 4096  # room for so many from the start
+LEAST_RUNS = 4096  # room for so many from the start
 
 _kernel_works: dict[int, bool] = {}  # by index of the device
 
@@ -32,9 +32,9 @@ class CudaCopies:
         self._device, self._memcpy = device, memcpy
         self._stream = torch.cuda.Stream(device, HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._lost = ""  # why this process can do nothing on the GPU any more
-        # Pieces of runs, `[pieces, 3]`: pinned in host memory, and on the device.
-        self._pinned = self._pieces = torch.empty(0, 3)
-        self._make_room(LEAST_PIECES)
+        # `[runs, 3]`: pinned in host memory, and on the device.
+        self._pinned = self._runs = torch.empty(0, 3)
+        self._make_room(LEAST_RUNS)
         if device.index not in _kernel_works:
             _kernel_works[device.index] = self._try_kernel()
         self.by_kernel = _kernel_works[device.index]
@@ -55,13 +55,12 @@ class CudaCopies:
     def _start_kernel(self, source: torch.Tensor, target: torch.Tensor, runs: Runs) -> None:
         from kvcache.kernels import copy_runs
 
-        planned = copy_runs.plan(runs)
-        count = len(planned.pieces)
+        count = len(runs)
         self._make_room(count)
-        self._pinned[:count].numpy()[:] = planned.pieces
-        pieces = self._pieces[:count]
-        pieces.copy_(self._pinned[:count], non_blocking=True)
-        copy_runs.launch(source, target, pieces, planned)
+        self._pinned[:count].numpy()[:] = runs
+        there = self._runs[:count]
+        there.copy_(self._pinned[:count], non_blocking=True)
+        copy_runs.launch(source, target, there, copy_runs.shape(runs))
 
     def _start_copies(self, source: torch.Tensor, target: torch.Tensor, runs: Runs) -> None:
         stream: int = self._stream.cuda_stream
@@ -70,18 +69,18 @@ class CudaCopies:
             if length:
                 self._memcpy(to, begin, length, stream)
 
-    def _make_room(self, pieces: int) -> None:
-        """Have memory for so many pieces, pinned on the host and on the device.
+    def _make_room(self, runs: int) -> None:
+        """Have memory for so many runs, pinned on the host and on the device.
 
         Called with no copy in flight.
         """
         there = len(self._pinned)
-        if pieces <= there:
+        if runs <= there:
             return
-        shape = max(pieces, 2 * there), 3
+        shape = max(runs, 2 * there), 3
         with torch.cuda.stream(self._stream):
             self._pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            self._pieces = torch.empty(shape, dtype=torch.int64, device=self._device)
+            self._runs = torch.empty(shape, dtype=torch.int64, device=self._device)
 
     def _try_kernel(self) -> bool:
         """Return whether the kernel can be compiled and copies short and long runs."""

@@ -95,7 +95,9 @@ class PageRoute:
         shift = np.array([0, theirs.start - ours.start, 0])
         of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
         of_pages = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
-        runs = _coalesce((of_pages[:, np.newaxis] + of_layers).reshape(-1, 3))
+        runs = (of_pages[:, np.newaxis] + of_layers).reshape(-1, 3)
+        if len(layers) > 1 or min(side.held.layers for side in (self._source, self._target)) == 1:
+            runs = _coalesce(runs)  # the runs of one layer of several have others between them
         size = int(runs[:, 2].sum())
         for batch in _split(runs, -(-size // max_bytes)):
             yield batch, int(batch[:, 2].sum())

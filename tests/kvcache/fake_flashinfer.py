@@ -70,6 +70,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self.indptr, self.last = paged_kv_indptr_buffer, paged_kv_last_page_len_buffer
         self.indices = paged_kv_indices_buffer
         self.prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self.plans = 0
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -78,6 +79,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> None:  # fmt: skip
         assert len(indptr) == len(self.indptr) and len(indices) <= len(self.indices)
         assert len(last_page_len) == len(self.last)
+        self.plans += 1
         self.indptr.copy_(indptr)
         self.indices[: len(indices)] = indices
         self.last.copy_(last_page_len)

@@ -151,6 +151,23 @@ def test_a_decode_plan_is_set_for_other_steps(plans: tuple[World, DecodePlans], 
             near(out[row], several.dense(index)[at])
 
 
+@pytest.mark.slow
+def test_a_decode_plan_is_made_anew_where_a_page_was_added(plans: tuple[World, DecodePlans]):
+    several, made = plans
+    plan, other = made.plan(2), made.plan(3)
+    sequence = several.sequences[3]
+    for at, count in ((62, 1), (63, 1), (64, 2), (65, 2), (66, 3), (67, 4)):
+        if at == 66:  # another plan has written the common tables
+            other.set([span(several, 0, 0, 250)])
+        if at == 67:  # the same page, as part of another sequence
+            sequence.pages[0], sequence.pages[1] = sequence.pages[1], sequence.pages[0]
+            several.pool[sequence.pages[:2]] = several.pool[sequence.pages[:2][::-1]]
+        plan.set([span(several, 0, 3, at)])
+        assert plan._wrapper.plans == count
+        out = plan.attend(several.pool, torch.stack([sequence.q[at]] * 2))
+        near(out[0], several.dense(3)[at])
+
+
 def test_steps_that_no_decode_plan_fits(
     plans: tuple[World, DecodePlans], monkeypatch: pytest.MonkeyPatch
 ):

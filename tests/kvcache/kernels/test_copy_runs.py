@@ -15,7 +15,7 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
 
 from kvcache.kernels import copy_runs  # noqa: E402
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
 
 SIZE = 1 << 20
 
@@ -46,18 +46,16 @@ def test_runs_are_copied_and_nothing_else(unit: int, lengths: list[int], count: 
     for begin, to, size in runs.tolist():
         wanted[to : to + size] = source[begin : begin + size]
 
-    planned = copy_runs.plan(runs)
-    assert planned.unit >= unit
+    chosen = copy_runs.shape(runs)
+    assert chosen.unit >= unit
     target = torch.zeros_like(source, device=DEVICE)
-    pieces = torch.from_numpy(np.ascontiguousarray(planned.pieces)).to(DEVICE)
-    copy_runs.launch(source.to(DEVICE), target, pieces, planned)
+    copy_runs.launch(source.to(DEVICE), target, torch.from_numpy(runs).to(DEVICE), chosen)
     assert torch.equal(target.cpu(), wanted)
 
 
-def test_long_runs_are_cut_and_short_ones_share_a_program():
-    long = copy_runs.plan(np.array([[0, 32, 1 << 20]], dtype=np.int64))
-    assert (len(long.pieces), long.unit, long.rows) == (32, 16, 1)
-    short = copy_runs.plan(np.array([[0, 64, 64]] * 100, dtype=np.int64))
-    assert (len(short.pieces), short.unit, short.rows) == (100, 16, 64)
-    nothing = copy_runs.plan(np.zeros((1, 3), dtype=np.int64))
+def test_long_runs_have_several_programs_and_short_ones_share_one():
+    assert copy_runs.shape(np.array([[0, 32, 1 << 20]])) == (16, 1, 32)
+    assert copy_runs.shape(np.array([[0, 64, 64]] * 100)) == (16, 64, 1)
+    assert copy_runs.shape(np.array([[0, 8, 64]] * 100)).unit == 8
+    nothing = copy_runs.shape(np.zeros((1, 3), dtype=np.int64))
     copy_runs.launch(torch.zeros(16), torch.zeros(16), torch.zeros(0), nothing)
