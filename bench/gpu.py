@@ -89,7 +89,7 @@ def measure(shape: str, limit: dict[str, float]) -> dict[str, Any]:
     """Measure everything with a model of one shape."""
     free, _ = torch.cuda.mem_get_info()
     weights = 20 << 30 if shape == "8b" else 4 << 30
-    room = max(BATCHES) * (max(CONTEXTS) + 64) // 16
+    room = max(BATCHES) * (max(CONTEXTS) + 128) // 16
     pages = min((free - FREE - weights) // page_bytes(shape), room)
     parts = Parts(shape, pages, graph_rows=max(BATCHES), context=max(CONTEXTS) + 64)
     found: dict[str, Any] = {

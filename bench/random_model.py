@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 
 from engine.models import LoadedModel, ModelConfig, Transformer
 from engine.models.config import Rope
-from engine.models.loading.tiny import byte_tokenization
+from engine.models.loading.tiny import byte_tokenization, open_tiny
+from engine.models.model_folder import write_folder
 
-__all__ = ["llama", "random_model"]
+__all__ = ["llama", "random_folder", "random_model"]
 
 
 def llama(
@@ -59,3 +63,45 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
         weights_digest="random",
         quantization="none",
     )
+
+
+def random_folder(config: ModelConfig, folder: Path, device: torch.device) -> None:
+    """Write a model as `random_model`'s into a folder, which exists, in bfloat16."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (q_rows, hidden),
+            prefix + "self_attn.k_proj.weight": (kv_rows, hidden),
+            prefix + "self_attn.v_proj.weight": (kv_rows, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, q_rows),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "mlp.gate_proj.weight": (inner, hidden),
+            prefix + "mlp.up_proj.weight": (inner, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, inner),
+        }
+    generator = torch.Generator(device).manual_seed(0)
+
+    def read(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape)
+        weight = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return (weight * shape[1] ** -0.5).cpu()
+
+    whole = replace(
+        open_tiny(),
+        config=config,
+        tokenization=byte_tokenization(config.vocab_size),
+        shapes=shapes,
+        read=read,
+        digest="random",
+    )
+    write_folder(whole, folder, torch.bfloat16)
