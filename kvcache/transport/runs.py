@@ -87,20 +87,60 @@ class PageRoute:
         common = self._common
         if common is None:
             return
-        ours, theirs = (common.layers_in(side.held) for side in (self._source, self._target))
+        ours = common.layers_in(self._source.held)
         layers = range(max(layers.start, ours.start), min(layers.stop, ours.stop))
         if not layers or begin == end:
             return
-        strides = np.array([self._source.layer_bytes, self._target.layer_bytes, 0])
-        shift = np.array([0, theirs.start - ours.start, 0])
-        of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
-        of_pages = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
-        runs = (of_pages[:, np.newaxis] + of_layers).reshape(-1, 3)
-        if len(layers) > 1 or min(side.held.layers for side in (self._source, self._target)) == 1:
-            runs = _coalesce(runs)  # the runs of one layer of several have others between them
+        table = np.asarray(pages, dtype=np.int64)
+        whole = range(-(-begin // self._source.page_size), end // self._source.page_size)
+        if len(whole) > 0 and self._is_all(common, layers):
+            size = self._source.page_size
+            parts = [
+                self._of_layers(common, layers, table, low, high)
+                for low, high in ((begin, whole.start * size), (whole.stop * size, end))
+                if low < high
+            ]
+            runs = _coalesce(np.concatenate([*parts, self._all_of_pages(table, whole)]))
+        else:
+            runs = self._of_layers(common, layers, table, begin, end)
         size = int(runs[:, 2].sum())
         for batch in _split(runs, -(-size // max_bytes)):
             yield batch, int(batch[:, 2].sum())
+
+    def _is_all(self, common: Overlap, layers: range) -> bool:
+        """Return whether all that both pools have of a page is sent: it is one run then."""
+        ours, theirs = self._source.held, self._target.held
+        return len(layers) == ours.layers == theirs.layers and (
+            common.heads == ours.heads == theirs.heads
+        )
+
+    def _all_of_pages(self, pages: npt.NDArray[np.int64], whole: range) -> Runs:
+        """Return a run for each whole page. `whole` are their indices."""
+        runs = np.empty((len(whole), 3), dtype=np.int64)
+        runs[:, 0] = pages[whole.start : whole.stop]
+        runs[:, 1] = self._pages[whole.start - self._first : whole.stop - self._first]
+        runs[:, 2] = 1
+        runs *= self._source.page_bytes
+        return runs
+
+    def _of_layers(
+        self,
+        common: Overlap,
+        layers: range,
+        pages: npt.NDArray[np.int64],
+        begin: int,
+        end: int,
+    ) -> Runs:
+        """Return the runs of `layers` of the source."""
+        ours, theirs = (common.layers_in(side.held) for side in (self._source, self._target))
+        strides = np.array([self._source.layer_bytes, self._target.layer_bytes, 0])
+        shift = np.array([0, theirs.start - ours.start, 0])
+        of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
+        of_pages = self._runs(common, pages, begin, end)
+        runs = (of_pages[:, np.newaxis] + of_layers).reshape(-1, 3)
+        if len(layers) > 1 or min(side.held.layers for side in (self._source, self._target)) == 1:
+            return _coalesce(runs)
+        return runs  # those of one layer of several have others between them
 
     def _runs(self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
         """Return the runs of layer 0. Other layers have the same runs at an offset."""
