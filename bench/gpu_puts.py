@@ -143,6 +143,7 @@ def layers(parts: Parts, receiver: Receiver) -> dict[str, Any]:
             "put_ms": round(whole / count, 4),
             "share": round(whole / median_ms(compute[1:]), 4),
             "end_ms": end,
+            "puts_ms": [round(taken * 1e3, 3) for taken in send[1:]],
             "hidden": round(1 - end / whole, 3),
         }
     rows = [

@@ -116,7 +116,7 @@ class PageRoute:
 
     def _all_of_pages(self, pages: npt.NDArray[np.int64], whole: range) -> Runs:
         """Return a run for each whole page. `whole` are their indices."""
-        runs = np.empty((len(whole), 3), dtype=np.int64)
+        runs: Runs = np.empty((len(whole), 3), dtype=np.int64)
         runs[:, 0] = pages[whole.start : whole.stop]
         runs[:, 1] = self._pages[whole.start - self._first : whole.stop - self._first]
         runs[:, 2] = 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from smollm2_greedy import continuations
 
 from bench.random_model import llama, random_model
 from engine.execution.forward.model_runner import ModelRunner
@@ -76,6 +77,26 @@ def test_float32_gives_the_tokens_of_a_cpu():
         answers.append(runs.greedy(prompts(500), 40)[0])
         runs.cache.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_smollm2_continues_as_transformers_does(dtype: torch.dtype):
+    """In float32 by torch's attention; in bfloat16 by FlashInfer and graphs, up to close calls."""
+    model = load_model("smollm2", dtype=dtype, device=GPU)
+    runs = Runs(model, dtype, GPU, graphs=16)
+    expected = continuations()
+    equal = 0
+    for each in expected:
+        (got,), _ = runs.greedy([each.prompt], len(each.tokens))
+        if dtype == torch.float32:
+            each.check(got, each.text)
+        for token, wanted, gap in zip(got, each.tokens, each.gaps, strict=True):
+            if token != wanted:
+                assert gap < 0.5, f"{each.text}: {token} and not {wanted}, with a gap of {gap}"
+                break  # what follows another token differs
+            equal += 1
+    print(f"{equal} of {sum(len(each.tokens) for each in expected)} tokens before the first other")
+    runs.cache.close()
 
 
 @pytest.fixture(scope="module", params=[64, 128])
