@@ -16,6 +16,7 @@ from kvcache.types import PageId
 
 __all__ = ["BlockRoute", "PageRoute", "Route", "Runs", "SplitRoute", "route_between"]
 
+CUT = 4096
 Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the target pool, bytes
 
 
@@ -103,8 +104,7 @@ class PageRoute:
             runs = _coalesce(np.concatenate([*parts, self._all_of_pages(table, whole)]))
         else:
             runs = self._of_layers(common, layers, table, begin, end)
-        size = int(runs[:, 2].sum())
-        for batch in _split(runs, -(-size // max_bytes)):
+        for batch in _split(runs, max_bytes):
             yield batch, int(batch[:, 2].sum())
 
     def _is_all(self, common: Overlap, layers: range) -> bool:
@@ -116,11 +116,11 @@ class PageRoute:
 
     def _all_of_pages(self, pages: npt.NDArray[np.int64], whole: range) -> Runs:
         """Return a run for each whole page. `whole` are their indices."""
-        runs: Runs = np.empty((len(whole), 3), dtype=np.int64)
-        runs[:, 0] = pages[whole.start : whole.stop]
-        runs[:, 1] = self._pages[whole.start - self._first : whole.stop - self._first]
-        runs[:, 2] = 1
-        runs *= self._source.page_bytes
+        size = self._source.page_bytes
+        runs = np.empty((len(whole), 3), dtype=np.int64)
+        runs[:, 0] = pages[whole.start : whole.stop] * size
+        runs[:, 1] = self._pages[whole.start - self._first : whole.stop - self._first] * size
+        runs[:, 2] = size
         return runs
 
     def _of_layers(
@@ -137,7 +137,7 @@ class PageRoute:
         shift = np.array([0, theirs.start - ours.start, 0])
         of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
         of_pages = self._runs(common, pages, begin, end)
-        runs = (of_pages[:, np.newaxis] + of_layers).reshape(-1, 3)
+        runs: Runs = (of_pages[:, np.newaxis] + of_layers).reshape(-1, 3)
         if len(layers) > 1 or min(side.held.layers for side in (self._source, self._target)) == 1:
             return _coalesce(runs)
         return runs  # those of one layer of several have others between them
@@ -278,8 +278,7 @@ class BlockRoute:
         else:
             runs = of_blocks + of_layers[:, np.newaxis]
         runs = _coalesce(runs.reshape(-1, 3))
-        total = int(runs[:, 2].sum())
-        for batch in _split(runs, -(-total // max_bytes)):
+        for batch in _split(runs, max_bytes):
             yield batch, int(batch[:, 2].sum())
 
 
@@ -291,13 +290,21 @@ def _coalesce(runs: Runs) -> Runs:
     return np.column_stack((runs[starts, :2], sizes))
 
 
-def _split(runs: Runs, parts: int) -> list[Runs]:
-    """Split the runs into `parts` pieces of equal bytes, up to rounding."""
-    if parts == 1:
-        return [runs]
+def _split(runs: Runs, most: int) -> list[Runs]:
+    """Split the runs into pieces of at most `most` bytes, which are equal up to rounding.
+
+    Runs are cut at multiples of `CUT` bytes behind the first, so that copies of the pieces are
+    aligned as those of the runs: a GPU takes several times as long for single bytes.
+    """
     ends = np.cumsum(runs[:, 2])
+    total = int(ends[-1])
+    if total <= most:
+        return [runs]
+    unit = CUT if most >= CUT else 1
+    parts = -(-total // (most // unit * unit))
+    step = -(-total // (parts * unit)) * unit
     starts = ends - runs[:, 2]
-    bounds = [int(ends[-1]) * part // parts for part in range(parts + 1)]
+    bounds = [*range(0, total, step), total]
     pieces = []
     for low, high in pairwise(bounds):
         begin, end = np.maximum(starts, low), np.minimum(ends, high)

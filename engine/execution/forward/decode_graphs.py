@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.execution.forward.capture import uncollected
 from engine.execution.forward.step_rows import StepRows
 from engine.latency import padded_rows
 from engine.models import Transformer
@@ -53,10 +54,11 @@ class DecodeGraphs:
         pool: Any = None
         began = time.monotonic()
         # The largest first: the others then use its memory.
-        for count in sorted({padded_rows(n, 1) for n in range(1, rows + 1)}, reverse=True):
-            if count <= rows:
-                self._captured[count] = self._capture(count, pool)
-                pool = self._captured[count].graph.pool()
+        with uncollected():
+            for count in sorted({padded_rows(n, 1) for n in range(1, rows + 1)}, reverse=True):
+                if count <= rows:
+                    self._captured[count] = self._capture(count, pool)
+                    pool = self._captured[count].graph.pool()
         log.info(
             "%d CUDA graphs for up to %d decodes in %.1f s",
             len(self._captured), rows, time.monotonic() - began,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.execution.forward.capture import uncollected
 from engine.execution.forward.step_rows import StepRows
 from engine.latency import padded_rows
 from engine.models import Transformer
@@ -63,8 +64,9 @@ class SegmentGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
         began = time.monotonic()
-        for count in reversed(counts):  # the largest first: the others then use its memory
-            self._captured[count] = self._capture(count)
+        with uncollected():
+            for count in reversed(counts):  # the largest first: the others then use its memory
+                self._captured[count] = self._capture(count)
         log.info(
             "CUDA graphs for prompts of up to %d rows in %.1f s", most, time.monotonic() - began
         )

@@ -117,7 +117,19 @@ def test_a_large_span_is_cut_evenly():
     route = PageRoute(layout, layout, pages, 0)
     layer = 90 * SIZE * layout.token_bytes
     batches = list(route.batches(range(3), pages, 0, 360, layer - 1))
-    assert [size for _, size in batches] == [layer * 3 // 4] * 4
+    *alike, last = [size for _, size in batches]
+    assert alike == [9 * 4096] * 3 and sum((*alike, last)) == 3 * layer and last <= alike[0]
+
+
+def test_cuts_keep_the_alignment_of_runs():
+    """Three parts of equal bytes would begin at odd bytes."""
+    layout = KVLayout(2, 400, 16, 2, 64, torch.bfloat16)
+    pages = [PageId(page) for page in range(1, 314)]
+    route = PageRoute(layout, layout, [PageId(400 - page) for page in pages], 0)
+    batches = list(route.batches(range(2), pages, 0, 5000, 5000 * 1024 // 3 + 4096))
+    assert len(batches) == 3
+    cuts = np.concatenate([runs for runs, _ in batches])
+    assert not (cuts % 256).any()
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 1)])
