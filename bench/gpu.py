@@ -123,9 +123,10 @@ def decode(parts: Parts, limit: dict[str, float]) -> list[dict[str, Any]]:
             names = [parts.sequence(context, 48) for _ in range(batch)]
             chunks = [Chunk(name, [7], True) for name in names]
             step = wall_ms(lambda: parts.run(chunks), STEPS)  # noqa: B023
-            graphs, parts.runner._graphs = parts.runner._graphs, None
+            graphs, segments = parts.runner._graphs, parts.runner._segments
+            parts.runner._graphs = parts.runner._segments = None
             eager = wall_ms(lambda: parts.run(chunks), 3, warm=1)  # noqa: B023
-            parts.runner._graphs = graphs
+            parts.runner._graphs, parts.runner._segments = graphs, segments
             parts.run(chunks)
             alone = step
             if graphs is not None:

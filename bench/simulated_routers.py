@@ -5,7 +5,8 @@ Purpose: `bench.router_replicas` measures processes, of which one machine has ro
 
 How: R routers with `cache_aware` in front of N virtual engines, which are one fleet. Each router
 has its own registry: it polls every engine and follows every engine's feed of cached prefixes. The
-load by which `cache_aware` chooses is that of the router's own requests. All routers get the same
+load by which `cache_aware` chooses is that of the router's own requests, and that of others as of
+the last poll. All routers get the same
 catalogue of conversations, whose requests are dealt to them in turn, so that the turns of a
 conversation reach different routers. The rate per engine is the same for every R and N.
 

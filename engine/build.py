@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -101,7 +102,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                     "workers compute in the pool without this flag",
                     param="device_pages",
                 )
-            fingerprint = layout.fingerprint(_kv_digest(model))
+            fingerprint = layout.fingerprint(_kv_digest(model, device))
             transport = make_transport(
                 config.transport, epoch, secret=secret, network=_network(config), device=device
             )
@@ -192,7 +193,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         stepper = Stepper(
             cache, scheduler, mock_runner, mock_sample, engine.deliver, time.monotonic
         )
-    engine.loop = StepLoop(stepper, engine.died, compute_threads=threads)
+    # What has lost its GPU has to be started anew. The connections break, as after any death.
+    died = engine.died if device.type == "cpu" else partial(os._exit, 1)
+    engine.loop = StepLoop(stepper, died, compute_threads=threads)
     if isinstance(runner, ModelRunner | WorkersRunner):
         engine.loop.timings.row_multiple = runner.row_multiple
     metrics.register(engine_readings(engine))
@@ -437,9 +440,14 @@ def _page(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLay
     return KVLayout(of.num_layers, 1, config.page_size, of.num_kv_heads, of.head_dim, dtype)
 
 
-def _kv_digest(model: LoadedModel) -> str:
-    """Digest what KV depends on besides the layout: the weights, and RoPE with the config."""
+def _kv_digest(model: LoadedModel, device: torch.device) -> str:
+    """Digest what KV depends on besides the layout: the weights, and RoPE with the config.
+
+    Also whether the pool is on a GPU: no transport leads from there to host memory.
+    """
     source = f"{model.weights_digest}|{model.config}"
+    if device.type != "cpu":
+        source += f"|{device.type}"
     if model.quantization != "none":
         source += f"|{model.quantization}"
     return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()

@@ -10,9 +10,13 @@ from kvcache.lease import Put
 from kvcache.sequences import SequenceCache
 from kvcache.types import SeqId
 
-__all__ = ["Runner", "StepCache"]
+__all__ = ["DeviceLost", "Runner", "StepCache"]
 
 Logits_co = TypeVar("Logits_co", covariant=True)
+
+
+class DeviceLost(Exception):
+    """The device computes nothing any more for this process: no step can succeed."""
 
 
 class Runner(Protocol[Logits_co]):
@@ -21,7 +25,7 @@ class Runner(Protocol[Logits_co]):
     def run(self, chunks: Sequence[Chunk]) -> Logits_co:
         """Compute a step; return one row of logits for each chunk with `sample`.
 
-        If it raises, no token of the step counts as present.
+        If it raises, no token of the step counts as present. `DeviceLost` ends the stepper.
         """
         ...
 

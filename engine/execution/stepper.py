@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from engine.execution.closing_sends import ClosingSends
 from engine.execution.lost_blocks import LostBlocks
 from engine.execution.recent_work import RecentPut, RecentWork
-from engine.execution.runner import Runner, StepCache
+from engine.execution.runner import DeviceLost, Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.execution.step_timings import StepTimings
@@ -230,7 +230,9 @@ class Stepper:
                 timings.add_step(work, self.clock() - began)
             if self.recent is not None:
                 self.recent.add_step(plan, began, self.clock() - began, step.counts)
-        except Exception as error:  # must not end the stepper, whatever it is
+        except DeviceLost:
+            raise
+        except Exception as error:  # must not end the stepper, whatever else it is
             outputs = []
             if not self._lost_blocks.recover(error):
                 log.exception("a step failed")

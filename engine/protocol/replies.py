@@ -236,7 +236,8 @@ class EngineState(Message):
     send it with each of these replies. The router tells those with `borrowing` whom to ask.
     `healthy` is what `GET /health` tells, so that routers need one call; None: ask there.
     `prompt_tokens` and `generation_tokens` count what was computed and sampled since the start;
-    None: it does not count.
+    None: it does not count. `queued_tokens` are those that calls are still to compute or send, each
+    from its `begin` on; None: it does not count them.
     """
 
     engine_id: EngineName
@@ -260,6 +261,7 @@ class EngineState(Message):
     lending: LendingState | None = None  # None: it answers no debtors
     prompt_tokens: Count | None = None
     generation_tokens: Count | None = None
+    queued_tokens: Count | None = None
 
 
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]

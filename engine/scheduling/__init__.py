@@ -6,7 +6,7 @@ thread and reads no wall clock.
 
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.from_calls import generation_of, reserve_send
-from engine.scheduling.jobs import Generation, Job, KVMirror, Send
+from engine.scheduling.jobs import Generation, Job, KVMirror, Send, queued_tokens
 from engine.scheduling.long_generations import ShipLimits
 from engine.scheduling.parallel_sampling import ParallelSampling
 from engine.scheduling.scheduler import Scheduler
@@ -21,5 +21,6 @@ __all__ = [
     "Send",
     "ShipLimits",
     "generation_of",
+    "queued_tokens",
     "reserve_send",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from engine.protocol import RemoteSend, RemoteSendReply, StartGenerate
+from engine.protocol import RemoteSend, RemoteSendReply, StartGenerate, generation_begin
 from engine.scheduling.jobs import Generation, Send
 from kvcache.errors import NoCapacity
 from kvcache.lease import Put
@@ -26,7 +26,18 @@ def generation_of(call: StartGenerate, seq_id: SeqId, eos: frozenset[int]) -> Ge
         forks=call.forks,
         fork_of=call.fork_of,
         priority=call.priority,
+        asked=_asked(call),
     )
+
+
+def _asked(call: StartGenerate) -> int:
+    """Return the position from which a call wants tokens to be computed.
+
+    A fork gets the prompt from another generation, but for the last token.
+    """
+    if call.fork_of is not None:
+        return len(call.prompt) + len(call.output) - 1
+    return generation_begin(call) or 0
 
 
 def reserve_send(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Generation", "GrammarMatcher", "Job", "KVMirror", "Send"]
+__all__ = ["Generation", "GrammarMatcher", "Job", "KVMirror", "Send", "queued_tokens"]
 
 
 class GrammarMatcher(Protocol):
@@ -95,6 +95,7 @@ class Generation:
     fork_of: str | None = None  # request id of the generation to fork from
     priority: int = 0  # lower runs earlier
     started: bool = False  # the sequence exists in the cache
+    asked: int = 0  # position from which the call wants tokens to be computed
     begin: int | None = None  # position from which this engine computes
     cached: int = 0  # tokens present at the start
     generated: int = 0  # tokens sampled by this engine
@@ -143,3 +144,16 @@ class Send:
 
 
 Job = Generation | Send
+
+
+def queued_tokens(jobs: Iterable[Job]) -> int:
+    """Return how many tokens jobs have to compute or send, as their callers count them.
+
+    Those are the tokens from the `begin` of the call on, all of them until a generation has its
+    first token, or a send has ended. What the engine has cached beyond `begin` does not count.
+    """
+    return sum(
+        job.target - (job.begin if isinstance(job, Send) else max(job.asked, job.begin or 0))
+        for job in jobs
+        if isinstance(job, Send) or not job.generated
+    )

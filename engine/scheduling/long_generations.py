@@ -180,6 +180,7 @@ class LongGenerations:
         """Forget a generation that has ended or was preempted."""
         if isinstance(job, Generation):
             self._waited.pop(job, None)
+            self._granted.pop(job, None)
             self._relieved.discard(job)
             self._left.pop(job, None)
             self._no_room.discard(job)

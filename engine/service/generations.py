@@ -21,7 +21,7 @@ from engine.protocol import (
     StartGenerate,
     generation_begin,
 )
-from engine.scheduling import Generation, generation_of
+from engine.scheduling import Generation, generation_of, queued_tokens
 from engine.service.generation_stream import GenerationStream
 from engine.service.kv_arrival import KVArrivals
 from engine.service.metrics import EngineMetrics
@@ -75,6 +75,11 @@ class Generations:
     def __len__(self) -> int:
         """The number of generations that have a stream."""
         return len(self._streams)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that generations without a first token have to compute."""
+        return queued_tokens(self._streams)
 
     @property
     def starting(self) -> Sequence[str]:

@@ -171,6 +171,7 @@ class NativeEngine:
             lending=self.lending.state(),
             prompt_tokens=engine.loop.stats.prompt_tokens,
             generation_tokens=engine.loop.stats.generation_tokens,
+            queued_tokens=engine.generations.queued_tokens + engine.sends.queued_tokens,
         )
 
     def statistics(self) -> EngineStatistics:

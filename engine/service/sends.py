@@ -17,7 +17,7 @@ from engine.protocol import (
     RemoteSendReply,
     send_range,
 )
-from engine.scheduling import Send, reserve_send
+from engine.scheduling import Send, queued_tokens, reserve_send
 from engine.service.metrics import EngineMetrics
 from engine.service.promotion import promote
 from kvcache.cache import KVCache
@@ -54,6 +54,11 @@ class Sends:
     def __iter__(self) -> Iterator[str]:
         """Iterate over a copy of the request ids."""
         return iter(tuple(self._live))
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that sends have to send."""
+        return queued_tokens(send for send in self._live.values() if send is not None)
 
     async def run(self, call: RemoteSend, loop: StepLoop) -> RemoteSendReply:
         """Implement `MicroserveEngine.remote_send` for a checked prompt."""

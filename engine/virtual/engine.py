@@ -63,6 +63,7 @@ from engine.scheduling import (
     Send,
     ShipLimits,
     generation_of,
+    queued_tokens,
     reserve_send,
 )
 from engine.virtual.cache import VirtualCache, VirtualSlots
@@ -398,6 +399,7 @@ class VirtualEngine:
             puts_in_flight=len(self._sends), prefix_tokens=self.cache.prefix.tokens,
             secret_digest=self.identity.secret_digest, heartbeat=self._lending.heartbeat(),
             borrowing=self.borrowing.state() if self.borrowing is not None else None,
+            queued_tokens=queued_tokens([*self._generations.values(), *self._sends.values()]),
         )  # fmt: skip
 
     @property

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["CopyShape", "launch", "shape"]
+__all__ = ["CopyPlan", "launch", "plan"]
 
 Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source, in the target, bytes
 
@@ -21,12 +21,14 @@ WIDEST = 16  # bytes; a thread moves at most so much in one load or store
 TILE = 4096  # elements that one program moves
 SHORT = 64  # elements; up to this length, a program copies several runs
 WARPS = 8
+LEAST_CUT, MOST_CUT = 32 << 10, 2 << 20  # bytes of the pieces of runs that are cut
 _ELEMENTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class CopyShape(NamedTuple):
-    """How the kernel goes through some runs."""
+class CopyPlan(NamedTuple):
+    """Runs as the kernel takes them, and how it goes through them."""
 
+    runs: Runs  # none of them is much longer than the others
     unit: int  # bytes; a power of 2, which divides all offsets and lengths
     rows: int  # runs per program
     tiles: int  # programs for each group of `rows` runs, behind one another
@@ -36,39 +38,56 @@ class CopyShape(NamedTuple):
         return _ELEMENTS[self.unit]
 
 
-def shape(runs: Runs) -> CopyShape:
+def plan(runs: Runs) -> CopyPlan:
     """Choose the width of accesses and the programs for `runs`, `[runs, 3]`.
 
-    Runs of 16 bytes' alignment are moved in vectors of 16 bytes.
+    Runs of 16 bytes' alignment are moved in vectors of 16 bytes. Each run has as many programs as
+    the longest one, so runs that are much longer than most are cut.
     """
     bits = int(np.bitwise_or.reduce(runs, axis=None)) | WIDEST  # the lowest one is common to all
     unit = bits & -bits
-    longest = int(runs[:, 2].max(initial=0)) // _ELEMENTS[unit].itemsize
-    rows = TILE // SHORT if longest <= SHORT else 1
-    return CopyShape(unit, rows, max(1, -(-longest * rows // TILE)))
+    size = _ELEMENTS[unit].itemsize
+    lengths = runs[:, 2]
+    longest = int(lengths.max(initial=0))
+    most = max(LEAST_CUT, min(MOST_CUT, 4 * (int(lengths.sum()) // max(len(runs), 1))))
+    if longest > most:
+        runs, longest = _cut(runs, most // WIDEST * WIDEST), most
+    rows = TILE // SHORT if longest <= SHORT * size else 1
+    return CopyPlan(runs, unit, rows, max(1, -(-longest * rows // (TILE * size))))
 
 
 def launch(
-    source: torch.Tensor, target: torch.Tensor, runs: torch.Tensor, chosen: CopyShape
+    source: torch.Tensor, target: torch.Tensor, runs: torch.Tensor, planned: CopyPlan
 ) -> None:
     """Start a copy on the current stream.
 
     `source` and `target` are `[bytes]`, uint8, in multiples of `WIDEST` and aligned to it. `runs`
-    are those of `shape`, on their device. Nothing checks that they are within the memory.
+    are `planned.runs` on their device. Nothing checks that they are within the memory.
     """
     if not len(runs):
         return
-    _copy[(-(-len(runs) // chosen.rows), chosen.tiles)](
-        source.view(chosen.element),
-        target.view(chosen.element),
+    _copy[(-(-len(runs) // planned.rows), planned.tiles)](
+        source.view(planned.element),
+        target.view(planned.element),
         runs,
         len(runs),
-        UNIT=chosen.unit,
-        SCALE=chosen.unit // chosen.element.itemsize,
-        ROWS=chosen.rows,
-        WIDTH=TILE // chosen.rows,
+        UNIT=planned.unit,
+        SCALE=planned.unit // planned.element.itemsize,
+        ROWS=planned.rows,
+        WIDTH=TILE // planned.rows,
         num_warps=WARPS,
     )
+
+
+def _cut(runs: Runs, most: int) -> Runs:
+    """Cut runs into pieces of at most `most` bytes; runs without length have none."""
+    counts = -(-runs[:, 2] // most)
+    pieces = np.repeat(runs, counts, axis=0)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = (np.arange(len(pieces)) - first) * most
+    pieces[:, :2] += skipped[:, np.newaxis]
+    pieces[:, 2] = np.minimum(pieces[:, 2] - skipped, most)
+    return pieces
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]

@@ -81,6 +81,8 @@ class CudaDevice:
     def open_peer(self, handle: bytes, nbytes: int, uuid: str) -> Mapping:
         own = _allocations.get(handle)
         if own is not None:  # a process cannot open its own handles
+            if own.memory.numel() < nbytes:
+                raise PeerUnreachable("the peer's GPU memory is smaller than its pool")
             return own
         self._check_reach(uuid)
         if len(handle) != HANDLE_BYTES:
@@ -177,6 +179,7 @@ class _CudaMapping:
                 block, _release, "cudaIpcCloseMemHandle", device.index, address
             )
             close.atexit = False
+            _check_size(address, nbytes)
             self.memory = _tensor(block)
 
 
@@ -186,6 +189,17 @@ _allocations: weakref.WeakValueDictionary[bytes, _CudaAllocation] = weakref.Weak
 _mappings: weakref.WeakValueDictionary[tuple[int, bytes, int], _CudaMapping] = (
     weakref.WeakValueDictionary()
 )
+
+
+def _check_size(address: int, nbytes: int) -> None:
+    """Raise `PeerUnreachable` if a mapping is smaller than the pool that it should be."""
+    from cuda.bindings import driver
+
+    code, *found = driver.cuMemGetAddressRange(address)  # with its base and size
+    if int(code):
+        log.debug("the size of a peer's GPU memory is not known: %s", code)
+    elif int(found[1]) < nbytes:
+        raise PeerUnreachable(f"the peer's GPU memory has {int(found[1])} bytes, not {nbytes}")
 
 
 class _Block:

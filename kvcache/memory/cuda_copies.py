@@ -55,12 +55,13 @@ class CudaCopies:
     def _start_kernel(self, source: torch.Tensor, target: torch.Tensor, runs: Runs) -> None:
         from kvcache.kernels import copy_runs
 
-        count = len(runs)
+        planned = copy_runs.plan(runs)
+        count = len(planned.runs)
         self._make_room(count)
-        self._pinned[:count].numpy()[:] = runs
+        self._pinned[:count].numpy()[:] = planned.runs
         there = self._runs[:count]
         there.copy_(self._pinned[:count], non_blocking=True)
-        copy_runs.launch(source, target, there, copy_runs.shape(runs))
+        copy_runs.launch(source, target, there, planned)
 
     def _start_copies(self, source: torch.Tensor, target: torch.Tensor, runs: Runs) -> None:
         stream: int = self._stream.cuda_stream

@@ -53,12 +53,11 @@ def is_over(pid: int, started: int) -> bool:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    except OSError:  # a kernel without pidfd_open
-        return start_time(pid) != started or _is_zombie(pid)
+    except (OSError, OverflowError):  # a kernel without pidfd_open, no descriptor, no such number
+        return _is_other(pid, started) or _is_zombie(pid)
     try:
         # The number stays with one process for as long as the descriptor is open.
-        other = start_time(pid)
-        return other not in (0, started) or _has_ended(handle)
+        return _is_other(pid, started) or _has_ended(handle)
     finally:
         os.close(handle)
 
@@ -66,6 +65,12 @@ def is_over(pid: int, started: int) -> bool:
 @lru_cache(maxsize=1)
 def _this(pid: int) -> tuple[int, int]:
     return pid, start_time(pid)
+
+
+def _is_other(pid: int, started: int) -> bool:
+    """Whether the process of this number started at another time. Times of 0 are unknown."""
+    now = start_time(pid)
+    return bool(started and now) and now != started
 
 
 def _has_ended(handle: int) -> bool:
@@ -79,16 +84,29 @@ def _is_zombie(pid: int) -> bool:
     """Whether the last thread of a process has ended; also if nothing is left of it."""
     fields = _stat(pid)
     if not fields:
-        return True
+        return _is_gone(pid)
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:  # no descriptor is free: nothing is known
+        return False
     return fields[0] in ("Z", "X") and len(threads) < 2
 
 
+def _is_gone(pid: int) -> bool:
+    """Whether there is no process of this number, not even a zombie. Needs no descriptor."""
+    try:
+        os.stat(f"/proc/{pid}")  # noqa: PTH116
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the state on; an empty list without a process."""
+    """Return the fields of `/proc/PID/stat` from the state on; none if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
@@ -32,6 +33,9 @@ from kvcache.transport.worker import Worker
 
 __all__ = ["CudaIpcTarget", "CudaIpcTransport"]
 
+PIDS: Final = 1 << 22  # Linux has no higher process ids
+FORGET_S: Final = 1.0  # between two looks for dead peers
+
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
@@ -51,7 +55,7 @@ class _Endpoint:
         fields = strip_scheme(endpoint, "cuda_ipc").split(":")
         try:
             pid, fd, uuid, handle = fields
-            if pid.isdecimal() and fd.isdecimal():
+            if pid.isdecimal() and fd.isdecimal() and int(pid) < PIDS:
                 return cls(int(pid), int(fd), uuid, bytes.fromhex(handle))
         except ValueError:
             pass
@@ -103,6 +107,11 @@ class CudaIpcTransport:
         self._peers: dict[_Endpoint, _Peer] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
+        self._closed = threading.Event()
+        threading.Thread(
+            target=_forget_dead, args=(weakref.ref(self), self._closed), daemon=True
+        ).start()
+        weakref.finalize(self, self._closed.set)
 
     def allocate(self, layout: PoolLayout) -> DeviceRegion:
         """Raises `BadRequest` if the pool does not fit on the GPU."""
@@ -130,8 +139,19 @@ class CudaIpcTransport:
         return put
 
     def close(self) -> None:
+        self._closed.set()
         self._worker.close()
         self._peers.clear()
+
+    def forget_dead(self) -> None:
+        """Drop the mappings of peers whose process has ended.
+
+        A mapping keeps the pool of a dead engine allocated, and the next one wants that memory.
+        """
+        with self._peers_lock:
+            for where, peer in list(self._peers.items()):
+                if peer.process.is_over():
+                    del self._peers[where]
 
     def _attach(self, where: _Endpoint, address: KVAddress) -> _Peer:
         with self._peers_lock:
@@ -150,3 +170,12 @@ class CudaIpcTransport:
                 pool = self._device.open_peer(where.handle, slots.layout.nbytes, where.uuid)
                 self._peers[where] = _Peer(address.epoch, process, slots, pool)
             return self._peers[where]
+
+
+def _forget_dead(transport: weakref.ref[CudaIpcTransport], closed: threading.Event) -> None:
+    """Look for dead peers again and again, until the transport is closed or gone."""
+    while not closed.wait(FORGET_S):
+        if (alive := transport()) is None:
+            return
+        alive.forget_dead()
+        del alive

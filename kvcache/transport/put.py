@@ -180,7 +180,8 @@ class QueuedPut:
                 elif self._queue and not self._commit.futures:
                     self._commit, delay = None, EVENT_POLL_S  # the first write is not computed yet
         except MicroserveError as error:
-            self._failure = error
+            # Its traceback would keep this put, and so the peer's memory, until it is collected.
+            self._failure = error.with_traceback(None)
         except Exception as error:
             # Skip all later work: a watermark would rise above positions that were not written.
             log.exception("a put failed")

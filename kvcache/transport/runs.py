@@ -294,7 +294,7 @@ def _split(runs: Runs, most: int) -> list[Runs]:
     """Split the runs into pieces of at most `most` bytes, which are equal up to rounding.
 
     Runs are cut at multiples of `CUT` bytes behind the first, so that copies of the pieces are
-    aligned as those of the runs: a GPU takes several times as long for single bytes.
+    aligned as those of the runs are.
     """
     ends = np.cumsum(runs[:, 2])
     total = int(ends[-1])

@@ -188,6 +188,7 @@ class Backend:
         self.doubts += 1
         self.status = "down"
         self.last_error = reason
+        self.load.others = 0
         for call in self._calls:
             call.cancel()
         for stream in list(self._streams):
@@ -274,7 +275,11 @@ class Backend:
             "kv": self.model.fingerprint[:SHOWN] if self.model else None,
             "capabilities": self.model.capabilities if self.model else None,
             "epoch": state.epoch if state else None,
-            "load": {"tokens": self.load.tokens, "streams": self.load.streams},
+            "load": {
+                "tokens": self.load.tokens,
+                "streams": self.load.streams,
+                "others": self.load.others,
+            },
             "mirrored": {
                 "requests": len(self.mirrored),
                 "to": Counter(replica.backend.id for replica in self.mirrored),

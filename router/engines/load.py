@@ -1,4 +1,4 @@
-"""This router's work in flight on an engine."""
+"""The work in flight on an engine: this router's, and that of other routers as last heard of."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ STREAM_TOKENS = 32
 
 
 class Load:
-    """This router's work in flight on an engine. Each increase is paired with a decrease."""
+    """The work in flight on an engine.
 
-    __slots__ = ("contexts", "streams", "tokens")
+    This router counts its own: each increase is paired with a decrease. Of all that the engine
+    reports, what this router has not sent is the work of others.
+    """
+
+    __slots__ = ("_peak", "contexts", "others", "streams", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0  # to prefill or send, not done yet
         self.streams = 0  # generations, and leases that will become one
         self.contexts = 0  # tokens that generations may reach which outgrow the engine's pool
+        self.others = 0  # of other routers, as `weight`
+        self._peak = 0  # the largest weight since `listen`
 
     @property
     def idle(self) -> bool:
@@ -28,15 +34,37 @@ class Load:
 
     @property
     def weight(self) -> int:
+        """This router's work, in tokens of prefill."""
         return self.tokens + STREAM_TOKENS * self.streams
+
+    @property
+    def total(self) -> int:
+        """The work of all routers, in tokens of prefill."""
+        return self.weight + self.others
+
+    def add(self, tokens: int, streams: int) -> None:
+        """Count more work of this router, or less."""
+        self.tokens += tokens
+        self.streams += streams
+        self._peak = max(self._peak, self.weight)
 
     @contextmanager
     def work(self, *, tokens: int = 0, streams: int = 0) -> Iterator[None]:
         """Count this much work while the body runs."""
-        self.tokens += tokens
-        self.streams += streams
+        self.add(tokens, streams)
         try:
             yield
         finally:
-            self.tokens -= tokens
-            self.streams -= streams
+            self.add(-tokens, -streams)
+
+    def listen(self) -> None:
+        """Expect a report, which the engine makes at some time before `hear`."""
+        self._peak = self.weight
+
+    def hear(self, tokens: int | None, streams: int) -> None:
+        """Take an engine's report of what it has to compute and send; None: it does not count.
+
+        Any of it may be this router's, up to the most that it had there while it listened.
+        """
+        reported = 0 if tokens is None else tokens + STREAM_TOKENS * streams
+        self.others = max(0, reported - self._peak)

@@ -63,6 +63,7 @@ class Monitor:
             try:
                 async with asyncio.timeout(max(give_up - clock(), RECHECK_S)):
                     await backend.client.health()
+                    backend.load.listen()
                     state = await backend.client.state()
                 await self._admit(backend, state)
                 if backend.doubts != doubts:  # the answer may be older than what has failed

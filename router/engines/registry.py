@@ -304,16 +304,20 @@ class Registry:
 
     def _seen(self, backend: Backend, state: EngineState) -> None:
         came_up = backend.status != "up"
-        taken = any(other.id == state.engine_id for other in self if other is not backend)
-        anonymous = backend.url.endswith(f"//{state.engine_id}")  # it keeps the id given here
-        if not taken and not anonymous and backend.named != state.epoch:  # a process keeps its id
-            backend.id, backend.named = EngineId(state.engine_id), state.epoch
+        if backend.named != state.epoch:  # a process keeps its id
+            taken = any(other.id == state.engine_id for other in self if other is not backend)
+            anonymous = backend.url.endswith(f"//{state.engine_id}")  # it keeps the id given here
+            if not taken and not anonymous:
+                backend.id, backend.named = EngineId(state.engine_id), state.epoch
         known_secret = backend.secret_digest
         if not backend.role_pinned:
             backend.role = state.role
-        if backend.state is not None and backend.state.epoch != state.epoch:
+        restarted = backend.state is not None and backend.state.epoch != state.epoch
+        if restarted:
             backend.breaker.success()  # another process: earlier failures do not count
             backend.lose_replicas("restarted")
+        backend.load.hear(state.queued_tokens, state.running + state.waiting)
+        lends = self.lending.concerns(state) or self.lending.concerns(backend.state)
         refused = self.lending.heard(state, backend.state)
         if refused and refused != backend.refused_heartbeat:
             log.warning("engine %s: %s", backend.id, refused)
@@ -321,7 +325,8 @@ class Registry:
         backend.state = state
         backend.status = "up"
         backend.last_error = ""
-        self.lending.changed()
+        if came_up or restarted or lends:  # this looks at all engines
+            self.lending.changed()
         if came_up or state.secret_digest != known_secret:
             compare_secrets(self)
         if came_up:

@@ -233,8 +233,7 @@ class TokenStream:
     def _count(self, tokens: int, streams: int) -> None:
         """Set its part of the backend's load."""
         load, (old_tokens, old_streams) = self._backend.load, self._load
-        load.tokens += tokens - old_tokens
-        load.streams += streams - old_streams
+        load.add(tokens - old_tokens, streams - old_streams)
         self._load = (tokens, streams)
 
     def _finish(self, chunk: Chunk, leg: Leg) -> None:

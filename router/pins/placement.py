@@ -141,13 +141,13 @@ def source_of(
     if not target.can("commit"):
         return None
     if copies := [backend for backend in peers if pin.complete(backend)]:
-        return min(copies, key=lambda backend: backend.load.weight), size
+        return min(copies, key=lambda backend: backend.load.total), size
 
     def cached(backend: Backend) -> int:
         same = backend.model is not None and backend.model.fingerprint == pin.fingerprint
         return prefixes.cached(backend, request, size, coming=False) if same else 0
 
-    best = max(peers, key=lambda backend: (cached(backend), -backend.load.weight), default=None)
+    best = max(peers, key=lambda backend: (cached(backend), -backend.load.total), default=None)
     if best is None or cached(best) <= cached(target):
         return None
     return best, cached(best)
@@ -161,7 +161,7 @@ def leaves(backend: Backend) -> bool:
 
 def _cost(backend: Backend) -> tuple[bool, int, int]:
     pinned = backend.state.pages.pinned if backend.state is not None else 0
-    return backend.role == "decode", pinned, backend.load.weight
+    return backend.role == "decode", pinned, backend.load.total
 
 
 def _pages(backend: Backend, tokens: int) -> int:

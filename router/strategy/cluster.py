@@ -77,7 +77,7 @@ class Pool:
         return self._paired(sender, sender.sends_to)
 
     def least_loaded(self, exclude: Engine | Iterable[Engine] = ()) -> Engine:
-        """Return the engine with the least of this router's work in flight; ties take turns."""
+        """Return the engine with the least work in flight (`Engine.load`); ties take turns."""
         unwanted = {exclude} if isinstance(exclude, Engine) else set(exclude)
         return self._least(
             [engine for engine in self._engines if engine not in unwanted]

@@ -115,8 +115,12 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """This router's work in flight there, in tokens of prefill (a stream counts as a few)."""
-        return self._backend.load.weight
+        """The work in flight there, in tokens of prefill (a stream counts as a few).
+
+        This router's is exact. That of others is what the engine told at the last health check, and
+        0 of engines that do not tell: vLLM's, and plain OpenAI servers.
+        """
+        return self._backend.load.total
 
     @property
     def lendable(self) -> int:

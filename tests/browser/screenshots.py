@@ -42,7 +42,7 @@ START_S = 300
 PATIENT_MS = 300_000  # checks and simulations take seconds of CPU
 WIDTH, HEIGHT = 1280, 800
 QUALITY = 60
-MOST_BYTES = 450_000  # of all pictures together
+MOST_BYTES = 480_000  # of all pictures together
 SURVIVOR = "survives-a-killed-engine"
 QUESTIONS = (
     "What is the capital of France?",

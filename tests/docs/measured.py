@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/gpu.md")
 LINE = re.compile(r"^<!-- figures: (?P<files>[^;]+?)(?:; besides: (?P<besides>.+?))? -->$")
 NOT_TEXT = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|\*\*")  # code, links, bold type
 # Not in a word or a version: `P99`, `bf16` and `0.32.0` have no figure.

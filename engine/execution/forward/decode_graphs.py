@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.execution.forward.capture import uncollected
+from engine.execution.forward.capture import alias, uncollected
 from engine.execution.forward.step_rows import StepRows
 from engine.latency import padded_rows
 from engine.models import Transformer
@@ -75,7 +75,7 @@ class DecodeGraphs:
         store = cache.store
         if not isinstance(store, TorchPageStore):
             return None
-        rows = max(n for n in range(1, min(rows, MOST_ROWS) + 1) if padded_rows(n, 1) == n)
+        rows = padded_rows(min(rows, MOST_ROWS), 1)
         plans = store.decode_plans(rows, tokens)
         return None if plans is None else cls(model, cache, store, plans, rows)
 
@@ -115,4 +115,5 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._model.logits(self._model(tokens, positions, self._cache))
-        return _Captured(graph, plan, logits)
+        # An alias: the logits of all graphs together would take hundreds of MiB.
+        return _Captured(graph, plan, alias(logits))

@@ -11,6 +11,7 @@ from torch import nn
 from engine.execution.forward.decode_graphs import DecodeGraphs
 from engine.execution.forward.segment_graphs import SegmentGraphs
 from engine.execution.forward.step_rows import StepRows, step_rows
+from engine.execution.runner import DeviceLost
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
@@ -76,8 +77,12 @@ class ModelRunner:
                 logits = self._model.logits(self._hidden(rows)[rows.wanted])[: rows.logits]
             self._wait()
         except BaseException:
-            self._cache.abort_forward()
-            self._wait()
+            try:
+                self._wait()  # before the pages of the step may be used for something else
+            except RuntimeError as error:
+                raise DeviceLost(f"the GPU computes nothing any more: {error}") from error
+            finally:
+                self._cache.abort_forward()
             raise
         self._cache.end_forward()
         return logits

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.forward.capture import uncollected
+from engine.execution.forward.capture import alias, uncollected
 from engine.execution.forward.step_rows import StepRows
 from engine.latency import padded_rows
 from engine.models import Transformer
@@ -132,35 +132,11 @@ class _Recorder:
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """End a graph before an attention, whose result the next graph finds in `attended`."""
         self._graph.capture_end()
-        self.captured.segments.append(_Segment(self._graph, layer, _alias(q), _alias(k), _alias(v)))
+        self.captured.segments.append(_Segment(self._graph, layer, alias(q), alias(k), alias(v)))
         self.begin()
         return self._attended
 
     def end(self, hidden: Tensor) -> None:
         """End the last graph, which computes `hidden`."""
         self._graph.capture_end()
-        self.captured.last, self.captured.hidden = self._graph, _alias(hidden)
-
-
-class _Memory:
-    """Bytes that the graphs' memory pool has, and keeps as long as the graphs exist."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (storage.nbytes(),),
-            "typestr": "|u1",
-            "data": (storage.data_ptr(), False),
-            "strides": None,
-            "version": 2,
-        }
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that does not keep it from being used again.
-
-    Later graphs may use the memory for something else, as they run after the attention.
-    """
-    memory = torch.as_tensor(_Memory(tensor.untyped_storage()), device=tensor.device)
-    return memory.view(tensor.dtype).as_strided(
-        tensor.shape, tensor.stride(), tensor.storage_offset()
-    )
+        self.captured.last, self.captured.hidden = self._graph, alias(hidden)

@@ -105,6 +105,7 @@ class DecodePlans:
         if self._has(wrapper, begins, indices):
             self._last_page_len[:rows].copy_(self._host_last[:rows], non_blocking=True)
             return
+        self._latest = None  # in case that planning fails half-way
         wrapper.plan(
             torch.from_numpy(begins),
             torch.from_numpy(indices),

@@ -27,7 +27,7 @@ WORKSPACE_BYTES: Final = (
 )  # for partial results of split sequences; the size that vLLM and SGLang use
 MIN_SAVING: Final = 8192  # keys saved that justify the launches of one more level; not measured
 # Query rows times keys, summed over the sequences, from which FlashInfer's "auto" plans a step. On
-# Hopper that is fa3: 1.6 times as fast for prompts as fa2 (bench/results), with a plan that takes
+# Hopper that is fa3: 1.6 times as fast for prompts as fa2 (bench/LOG.md), with a plan that takes
 # the host 0.7 ms longer. fa3 reads a long context by one multiprocessor, so decodes are slow in it.
 PROMPT_WORK: Final = 2_000_000
 PROMPT_ROWS: Final = 64  # of each sequence in such a step, at least

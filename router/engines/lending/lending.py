@@ -67,6 +67,11 @@ class Lending:
         """Enter the heartbeat of a state, as `Heartbeats.heard`."""
         return self._heartbeats.heard(state, before)
 
+    @staticmethod
+    def concerns(state: EngineState | None) -> bool:
+        """Return whether a state is of an engine that lends or borrows."""
+        return state is not None and (state.heartbeat is not None or state.borrowing is not None)
+
     def changed(self) -> None:
         """Tell engines what follows from the latest heartbeats and the health of the fleet."""
         states = ((each, each.state) for each in self._backends())

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -28,6 +28,7 @@ from engine.protocol import (
     PrepRecvReply,
     Release,
 )
+from engine.scheduling import Chunk
 from engine.service.engine import MicroserveEngine
 from kvcache.memory.region import Region
 from kvcache.transport import MemoryNetwork
@@ -420,10 +421,23 @@ async def test_a_writer_stopped_beyond_the_prompt_loses_its_claim(
 # While the generation waits
 
 
+def let_steps_take(engine: MicroserveEngine, seconds: float) -> None:
+    """Have each step take so much longer: a generation outlasts the test on a fast machine."""
+    runner = engine.loop.stepper._runner
+    run = runner.run
+
+    def slow(chunks: Sequence[Chunk]) -> Any:
+        time.sleep(seconds)
+        return run(chunks)
+
+    runner.run = slow
+
+
 async def test_a_waiting_generation_keeps_its_mirror():
     network = MemoryNetwork()
     async with running(network, max_batch=1) as source, running(network, name="b") as replica:
         let_steps_wait_for_mirrors(source)
+        let_steps_take(source, 0.001)
         got = lease(replica, reserve=30, lease_ms=200)
         busy = await source.start_generate(start(PROMPT, "busy", max_tokens=900))
         stream = await source.start_generate(start(PROMPT, mirror=to(got), max_tokens=20))

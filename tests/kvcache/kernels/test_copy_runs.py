@@ -46,16 +46,31 @@ def test_runs_are_copied_and_nothing_else(unit: int, lengths: list[int], count: 
     for begin, to, size in runs.tolist():
         wanted[to : to + size] = source[begin : begin + size]
 
-    chosen = copy_runs.shape(runs)
-    assert chosen.unit >= unit
+    planned = copy_runs.plan(runs)
+    assert planned.unit >= unit
     target = torch.zeros_like(source, device=DEVICE)
-    copy_runs.launch(source.to(DEVICE), target, torch.from_numpy(runs).to(DEVICE), chosen)
+    there = torch.from_numpy(np.ascontiguousarray(planned.runs)).to(DEVICE)
+    copy_runs.launch(source.to(DEVICE), target, there, planned)
     assert torch.equal(target.cpu(), wanted)
 
 
 def test_long_runs_have_several_programs_and_short_ones_share_one():
-    assert copy_runs.shape(np.array([[0, 32, 1 << 20]])) == (16, 1, 32)
-    assert copy_runs.shape(np.array([[0, 64, 64]] * 100)) == (16, 64, 1)
-    assert copy_runs.shape(np.array([[0, 8, 64]] * 100)).unit == 8
-    nothing = copy_runs.shape(np.zeros((1, 3), dtype=np.int64))
+    assert copy_runs.plan(np.array([[0, 32, 1 << 20]]))[1:] == (16, 1, 32)
+    assert copy_runs.plan(np.array([[0, 64, 64]] * 100))[1:] == (16, 64, 1)
+    assert copy_runs.plan(np.array([[0, 8, 64]] * 100)).unit == 8
+    nothing = copy_runs.plan(np.zeros((1, 3), dtype=np.int64))
     copy_runs.launch(torch.zeros(16), torch.zeros(16), torch.zeros(0), nothing)
+
+
+def test_runs_much_longer_than_others_are_cut():
+    """Or each of the others had as many programs: three million for a prompt of 600 MiB."""
+    page, size = 16 << 10, 600 << 20
+    edges = [[n * page, (n + 8) * page, page] for n in range(64)]
+    planned = copy_runs.plan(np.array([*edges, [1 << 30, 1 << 30, size]]))
+    assert len(planned.runs) == 64 + size // (2 << 20)
+    assert planned.runs[:, 2].sum() == 64 * page + size
+    assert len(planned.runs) * planned.tiles < 30_000
+    short = copy_runs.plan(
+        np.array([[n * 64, n * 64, 64] for n in range(10_000)] + [[0, 0, 2 << 20]])
+    )
+    assert len(short.runs) * short.tiles < 20_000

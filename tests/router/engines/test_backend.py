@@ -192,6 +192,39 @@ def test_load_is_counted_while_the_work_runs():
             assert not load.idle
 
 
+def test_what_an_engine_reports_beyond_the_own_work_is_that_of_others():
+    load = Load()
+    load.listen()
+    load.hear(500, 2)
+    assert (load.others, load.weight) == (500 + 2 * STREAM_TOKENS, 0)
+    assert load.total == 500 + 2 * STREAM_TOKENS
+    with load.work(tokens=400, streams=1):
+        load.listen()
+        load.hear(500, 2)
+        assert load.others == 100 + STREAM_TOKENS
+    load.hear(None, 3)  # an engine that does not count
+    assert load.others == 0
+
+
+def test_work_that_came_or_went_during_a_report_is_the_own():
+    """The engine made the report at some time of that, so it may have counted it."""
+    load = Load()
+    with load.work(tokens=300, streams=1):
+        load.listen()
+    with load.work(tokens=100, streams=2):
+        pass
+    load.hear(300, 1)
+    assert load.others == 0
+    load.listen()
+    with load.work(tokens=300, streams=1):
+        pass
+    load.hear(300, 1)
+    assert load.others == 0
+    load.listen()
+    load.hear(300, 1)  # of nobody here
+    assert load.others == 300 + STREAM_TOKENS
+
+
 @pytest.mark.parametrize(
     ("change", "usable"),
     [
@@ -247,7 +280,7 @@ async def test_what_a_description_says():
         "status": "unknown", "draining": False, "leaving": False, "breaker": "closed",
         "model": None, "context_length": None, "page_size": None, "kv": None,
         "capabilities": None, "epoch": None,
-        "load": {"tokens": 0, "streams": 0},
+        "load": {"tokens": 0, "streams": 0, "others": 0},
         "mirrored": {"requests": 0, "to": {}, "lag_tokens": 0}, "replicas": 0,
         "last_error": None, "state": None,
     }  # fmt: skip
@@ -265,7 +298,7 @@ async def test_what_a_description_says():
     }  # fmt: skip
     assert told["capabilities"] == list(ALL_CAPABILITIES)
     assert (told["draining"], told["leaving"], told["replicas"]) == (True, False, 2)
-    assert told["load"] == {"tokens": 5, "streams": 2}
+    assert told["load"] == {"tokens": 5, "streams": 2, "others": 0}
     assert told["mirrored"] == {"requests": 3, "to": {"b:1": 2, "c:1": 1}, "lag_tokens": 9}
     assert told["state"]["engine_id"] == "a"
     backend.draining, backend.leaving = False, True

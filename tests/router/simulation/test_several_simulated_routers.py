@@ -6,8 +6,24 @@ import pytest
 
 from bench.simulated_routers import measure
 from router.base import RouterConfig
+from router.engines.load import Load
 
 pytestmark = pytest.mark.slow
+
+
+def test_one_router_takes_nothing_for_the_work_of_others(monkeypatch: pytest.MonkeyPatch):
+    """What it counts as its own is at least what engines report, cached prompts included."""
+    heard: list[tuple[int, int]] = []
+    hear = Load.hear
+
+    def noted(self: Load, tokens: int | None, streams: int) -> None:
+        hear(self, tokens, streams)
+        heard.append((tokens or 0, self.others))
+
+    monkeypatch.setattr(Load, "hear", noted)
+    assert measure(1, 4, 15.0)["hit_rate"] > 0.5
+    assert sum(tokens > 0 for tokens, _ in heard) > 3
+    assert not any(others for _, others in heard)
 
 
 def test_each_router_polls_each_engine_and_follows_its_feed():
