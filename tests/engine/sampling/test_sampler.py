@@ -106,7 +106,7 @@ def test_a_row_is_drawn_as_if_it_were_alone(threads: int):
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_draws_do_not_depend_on_the_device():
     rows, generations = logits_of(1, 33, LARGE), several(33)
     here, there = sample(rows, generations), sample(rows.cuda(), generations)
