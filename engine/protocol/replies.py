@@ -237,7 +237,8 @@ class EngineState(Message):
     `healthy` is what `GET /health` tells, so that routers need one call; None: ask there.
     `prompt_tokens` and `generation_tokens` count what was computed and sampled since the start;
     None: it does not count. `queued_tokens` are those that calls are still to compute or send, each
-    from its `begin` on; None: it does not count them.
+    from its `begin` on, and `generations` are those that have not ended; None: it does not count
+    them.
     """
 
     engine_id: EngineName
@@ -262,6 +263,7 @@ class EngineState(Message):
     prompt_tokens: Count | None = None
     generation_tokens: Count | None = None
     queued_tokens: Count | None = None
+    generations: Count | None = None
 
 
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]

@@ -172,6 +172,7 @@ class NativeEngine:
             prompt_tokens=engine.loop.stats.prompt_tokens,
             generation_tokens=engine.loop.stats.generation_tokens,
             queued_tokens=engine.generations.queued_tokens + engine.sends.queued_tokens,
+            generations=len(engine.generations) + len(engine.generations.starting),
         )
 
     def statistics(self) -> EngineStatistics:

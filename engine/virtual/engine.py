@@ -400,6 +400,7 @@ class VirtualEngine:
             secret_digest=self.identity.secret_digest, heartbeat=self._lending.heartbeat(),
             borrowing=self.borrowing.state() if self.borrowing is not None else None,
             queued_tokens=queued_tokens([*self._generations.values(), *self._sends.values()]),
+            generations=len(self._generations) + len(self._starting),
         )  # fmt: skip
 
     @property

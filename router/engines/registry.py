@@ -316,7 +316,7 @@ class Registry:
         if restarted:
             backend.breaker.success()  # another process: earlier failures do not count
             backend.lose_replicas("restarted")
-        backend.load.hear(state.queued_tokens, state.running + state.waiting)
+        backend.load.hear(state.queued_tokens, state.generations)
         lends = self.lending.concerns(state) or self.lending.concerns(backend.state)
         refused = self.lending.heard(state, backend.state)
         if refused and refused != backend.refused_heartbeat:

@@ -125,8 +125,11 @@ class TokenStream:
             return None  # no chunk was requested
         if self._leg.error is None:
             self._leg.fail(asyncio.CancelledError())
+        release = self._attempt.spawn_release(self._backend)
+        self._backend.load.end(*self._load, release)
+        self._load = (0, 0)
         self._close(self._leg)
-        return self._attempt.spawn_release(self._backend)
+        return release
 
     async def aclose(self) -> None:
         """End it and wait until the engine has stopped. Idempotent; for `contextlib.aclosing`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -224,6 +225,7 @@ def test_a_prefix_moves_off_an_engine_with_a_stream_by_the_same_legs(pair: Deplo
     with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=120) as stream:
         lines = (line for line in stream.iter_lines() if line)
         assert "error" not in json.loads(next(lines).removeprefix("data: "))
+        time.sleep(0.5)  # as above: by then the feed has told the router what is cached
         moved = pair.complete(longer, greedy=NEW, model="tiny")
     name = in_order()
     real = [legs_of(pair.receipt(answer["request_id"]), name) for answer in (before, moved)]

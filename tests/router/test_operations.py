@@ -38,11 +38,11 @@ async def test_a_deadline_names_the_phase(route, fake):
     p = fake("p", role="prefill", send_gate=asyncio.Event())
     d = fake("d", role="decode", gate=asyncio.Event())
     async with route(p, d, strategy="prefill_decode", request_timeout_s=60) as r:
-        _, body = await r.post("/v1/completions", {**ASK, "timeout": 0.5})
+        _, body = await r.post("/v1/completions", {**ASK, "timeout": 1.5})
         assert body["error"]["type"] == "timeout"
         assert "prefill (remote_send on p)" in body["error"]["message"]
         p.send_gate.set()
-        headers = {"X-Request-Timeout": "0.5", "X-Request-Id": "x"}
+        headers = {"X-Request-Timeout": "1.5", "X-Request-Id": "x"}
         events = await r.events("/v1/completions", ASK, headers=headers)
         assert "decode (start_generate on d)" in events[-1]["error"]["message"]
         assert len(events) == 2  # the stream had begun and ends without [DONE]

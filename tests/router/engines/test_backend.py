@@ -202,8 +202,23 @@ def test_what_an_engine_reports_beyond_the_own_work_is_that_of_others():
         load.listen()
         load.hear(500, 2)
         assert load.others == 100 + STREAM_TOKENS
-    load.hear(None, 3)  # an engine that does not count
+    load.hear(None, None)  # an engine that does not count
     assert load.others == 0
+
+
+async def test_work_that_was_given_up_is_the_own_until_the_engine_was_told():
+    load, told = Load(), asyncio.get_running_loop().create_future()
+    load.add(100, 1)
+    load.end(100, 1, told)
+    assert load.idle and load.weight == 0
+    load.listen()
+    load.hear(100, 1)
+    assert load.others == 0
+    told.set_result(None)
+    await asyncio.sleep(0)
+    load.listen()
+    load.hear(100, 1)
+    assert load.others == 100 + STREAM_TOKENS
 
 
 def test_work_that_came_or_went_during_a_report_is_the_own():
