@@ -41,11 +41,14 @@ class WriteSlots:
     def open(self, landed: int) -> tuple[SlotIndex, int]:
         """Open a slot whose watermark is `landed`; return it and its nonce.
 
-        Raises `NoCapacity` if all slots are open or in quarantine.
+        Raises `NoCapacity` if all slots are open, in quarantine, or held by late senders. Such a
+        sender takes the right before it finds the nonce gone, and may be stopped in between.
         """
-        if not self._free:
+        slot = next((slot for slot in reversed(self._free) if self._writer_is_gone(slot)), None)
+        if slot is None:
             raise NoCapacity(f"{SLOTS} loans and receive leases are open")
-        slot, nonce = self._free.pop(), secrets.randbits(63) | 1
+        self._free.remove(slot)
+        nonce = secrets.randbits(63) | 1
         words = self.control.slots[slot]
         words[CLAIM] = words[RENEWALS] = 0
         words[LANDED] = landed

@@ -212,7 +212,11 @@ def test_a_lease_is_open_once_its_other_words_are_there(monkeypatch: pytest.Monk
             super().__setitem__(word, value)
 
     monkeypatch.setattr("kvcache.lease.table.secrets.randbits", lambda bits: 0)
-    control = SimpleNamespace(slots=defaultdict(Words))
+    control = SimpleNamespace(
+        slots=defaultdict(Words),
+        try_acquire_right=lambda slot: True,
+        release_right=lambda slot: None,
+    )
     lease = LeaseTable(cast(ControlSlots, control)).open("r", [1], 0, [], 0, [], 1.0, 0.0)
     assert sorted(written) == sorted([NONCE, CLAIM, LANDED, RENEWALS])
     assert written[-1] == NONCE
