@@ -18,7 +18,8 @@ measured. The sides alternate within a repeat; a ratio is the median of the repe
 - `load`: mean JCT and TTFT of 1P1D under Poisson arrivals of `bench.vllm_fleet`'s lengths, at its
   share of 1P1D's throughput here; those by vLLM alone are also given over those here.
 
-Run: `make bench-vllm-disagg`, or `python -m bench.vllm_disagg [--dtype float32] [--save]`. Without
+Run: `make bench-vllm-disagg`, or `python -m bench.vllm_disagg [--alone] [--dtype float32]
+[--save]`. With `--alone` there are no servers of vLLM's own beside, which take 5 GB. Without
 instructions for bfloat16 (AVX-512), vLLM takes half a minute for a prompt: use float32 there.
 """
 
@@ -30,11 +31,12 @@ import os
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 
-from bench.balance_arms import STRATEGIES, Ours
+from bench.balance_arms import STRATEGIES, Arm, Ours
 from bench.deployment import Deployment
 from bench.engine_calls import tokens
 from bench.nixl_arm import Nixl, nixl_arm
@@ -57,24 +59,29 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--alone", action="store_true", help="without vLLM's own servers beside")
     options.add_argument("--save", action="store_true")
     given = options.parse_args()
     if not PYTHON.exists():
         raise SystemExit("this needs vLLM: make bench-vllm-disagg installs it")
     began = time.monotonic()
-    with (
-        fleet(given.dtype) as deployment,
-        nixl_arm(MODEL, given.dtype, CONTEXT, "--block-size", str(BLOCK)) as nixl,
-    ):
+    with ExitStack() as stack:
+        deployment = stack.enter_context(fleet(given.dtype))
+        nixl: Nixl | None = None
+        if not given.alone:
+            servers = nixl_arm(MODEL, given.dtype, CONTEXT, "--block-size", str(BLOCK))
+            nixl = stack.enter_context(servers)
         ours = Ours(deployment, MODEL, ("1P1D",))
-        trees = [*deployment.pids, *(server.pid for server in nixl.servers)]
+        trees = [*deployment.pids, *(server.pid for server in (nixl.servers if nixl else ()))]
         own_before, all_before, since = own_cpu_s(trees), machine_cpu_s(), time.monotonic()
         found = [
             first_tokens(deployment, nixl, theirs_first=bool(number % 2))
             for number in range(given.repeats)
         ]
         rate = asyncio.run(rate_of(ours))
-        sides = {"1P1D": (ours, "1P1D"), "vLLM": (nixl, "1P1D")}
+        sides: dict[str, tuple[Arm, str]] = {"1P1D": (ours, "1P1D")}
+        if nixl is not None:
+            sides["vLLM"] = (nixl, "1P1D")
         load = asyncio.run(loaded(sides, rate, given.repeats, REQUESTS))
         others = machine_cpu_s() - all_before - (own_cpu_s(trees) - own_before)
         others /= time.monotonic() - since
@@ -89,7 +96,8 @@ def main() -> None:
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
     show(results)
-    publish("vllm_disagg", results, f"--dtype {given.dtype}")
+    alone = ["--alone"] if given.alone else []
+    publish("vllm_disagg", results, f"--dtype {given.dtype}", *alone)
 
 
 def own_cpu_s(pids: list[int]) -> float:
@@ -97,14 +105,17 @@ def own_cpu_s(pids: list[int]) -> float:
     return sum(map(tree_cpu_s, pids)) + cpu_s(os.getpid())
 
 
-def first_tokens(deployment: Deployment, nixl: Nixl, *, theirs_first: bool) -> dict[int, Times]:
+def first_tokens(
+    deployment: Deployment, nixl: Nixl | None, *, theirs_first: bool
+) -> dict[int, Times]:
     """Return the medians of one repeat, by length."""
     found: dict[int, Times] = {length: {} for length in LENGTHS}
     for side in ("vllm", "ours") if theirs_first else ("ours", "vllm"):
         for length in LENGTHS:
-            found[length][side] = (
-                by_ours(deployment, length) if side == "ours" else by_vllm(nixl, length)
-            )
+            if side == "ours":
+                found[length][side] = by_ours(deployment, length)
+            elif nixl is not None:
+                found[length][side] = by_vllm(nixl, length)
     return found
 
 
@@ -141,13 +152,14 @@ def arrivals(url: str, model: str, length: int) -> tuple[float, float]:
     with httpx.Client(timeout=600, verify=False) as http:  # made before: that takes 20 ms
         began = time.perf_counter()
         with http.stream("POST", f"{url}/v1/completions", json=body) as reply:
-            times = [
-                (time.perf_counter() - began) * 1e3
+            events = [
+                ((time.perf_counter() - began) * 1e3, line)
                 for line in reply.iter_lines()
                 if line.startswith("data: {")
             ]
+    times = [ms for ms, _ in events]
     if reply.status_code != 200 or len(times) < 2:
-        raise SystemExit(f"{url}: {reply.status_code}, {len(times)} events")
+        raise SystemExit(f"{url}: {reply.status_code}, {[line for _, line in events]}")
     return times[0], times[1] - times[0]
 
 
@@ -167,7 +179,9 @@ def ratios(runs: list[Times]) -> dict[str, Any]:
             side: spread(over(first[side, "1P1D"], first[side, "one engine"])) for side in runs[0]
         },
         "vllm_over_ours": {
-            way: spread(over(first["vllm", way], first["ours", way])) for way in STRATEGY_OF
+            way: spread(over(first["vllm", way], first["ours", way]))
+            for way in STRATEGY_OF
+            if "vllm" in runs[0]
         },
         "ms": {f"{side}, {way}": spread(times) for (side, way), times in first.items()},
         "own_step_ms": spread([run["ours"]["1P1D"][1] for run in runs]),
