@@ -13,6 +13,7 @@ from kvcache.types import SeqId
 __all__ = ["PutTiming", "StepTiming", "StepTimings", "step_work"]
 
 KINDS, PER_KIND = 256, 4  # kinds that are kept, and the latest of each kind
+RECENT = 512  # latest steps that are kept besides
 LONGEST_S = 3600.0  # what takes longer has been stopped in between
 EVERY = 8  # of the steps that only decode, which are many and alike
 T = TypeVar("T")
@@ -33,15 +34,17 @@ class PutTiming(NamedTuple):
 
 
 class StepTimings:
-    """The latest steps and puts of each kind: of the same sizes, to a factor of two.
+    """The latest steps, and the latest steps and puts of each kind.
 
-    Rare kinds are kept as well as frequent ones. Steps are noted by the thread that steps, puts
-    under the cache's lock; `steps` and `puts` may be called on any thread.
+    A kind has the same sizes, to a factor of two, so rare sizes are kept as well as frequent ones.
+    The latest steps say how fast the engine is now at what it mostly does. Steps are noted by the
+    thread that steps, puts under the cache's lock; `steps` and `puts` may be called on any thread.
     """
 
     def __init__(self) -> None:
         self.row_multiple = 0  # of the runner's steps, as of `engine.latency.padded_rows`
         self._steps: _Kinds[StepTiming] = _Kinds()
+        self._recent: deque[StepTiming] = deque(maxlen=RECENT)
         self._puts: _Kinds[PutTiming] = _Kinds()
         self._seen = 0
 
@@ -62,7 +65,9 @@ class StepTimings:
             work.prompt_tokens.bit_length(), work.prompt_squares.bit_length() // 2,
             work.decodes.bit_length(), work.context.bit_length(),
         )  # fmt: skip
-        self._steps.add(kind, StepTiming(work, seconds))
+        timing = StepTiming(work, seconds)
+        self._steps.add(kind, timing)
+        self._recent.append(timing)
 
     def add_put(self, count: int, seconds: float) -> None:
         """Note a complete put of `count` bytes."""
@@ -70,8 +75,10 @@ class StepTimings:
             self._puts.add(count.bit_length(), PutTiming(count, seconds))
 
     def steps(self) -> list[StepTiming]:
-        """Return the steps that are kept."""
-        return self._steps.all()
+        """Return the steps that are kept: those of kinds first."""
+        of_kinds = self._steps.all()
+        known = set(map(id, of_kinds))
+        return of_kinds + [timing for timing in tuple(self._recent) if id(timing) not in known]
 
     def puts(self) -> list[PutTiming]:
         """Return the puts that are kept."""

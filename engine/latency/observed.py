@@ -1,8 +1,13 @@
-"""Fits `FittedLatency` to steps that nobody arranged: an engine's own, under its traffic.
+"""Fits a model to steps that nobody arranged: an engine's own, under its traffic.
 
-They compute prompts, decodes, or both. All coefficients are fitted together, by least squares on
-the relative error, and none is negative. A coefficient that explains next to nothing is zero. Steps
-far above the model are left out of a second fit: then something else held the process up.
+They compute prompts, decodes, or both. All coefficients of `FittedLatency` are fitted together, by
+least squares on the relative error, and none is negative. A coefficient that explains next to
+nothing is zero. Steps far above the model are left out of a second fit: then something else held
+the process up.
+
+The formula's steps of few prompt tokens may be far off, since it has one price for a prompt's token
+however many there are. How long a prompt takes beside decodes depends on these steps. So a
+`TableLatency` takes its place where it is clearly nearer.
 
 In the second fit the error is relative to the model's time. Relative to the measured time, as in
 `fit_latency`, the fastest of scattered steps count most: that finds steps that were held up, but is
@@ -11,6 +16,7 @@ below the mean of the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -18,8 +24,10 @@ from itertools import combinations
 import numpy as np
 
 from engine.latency.fit import Fit, Matrix, Measured, residuals
+from engine.latency.fit_table import fit_table
 from engine.latency.rows import padded_rows
-from engine.latency.step import Coefficients, FittedLatency
+from engine.latency.step import Coefficients, FittedLatency, StepLatency
+from engine.latency.table import TableLatency
 from engine.protocol import BadRequest
 
 __all__ = ["fit_observed"]
@@ -30,15 +38,32 @@ PARSIMONY = 0.99  # a further coefficient must lower the squared error below thi
 FAR, NEAR = 4.0, 0.1  # a step is far above the model beyond 4 times the median error, and 10 %
 COLUMNS = 6
 ROUNDS = 3  # of a fit: the error of each is relative to the model before
+# What a point of a table has to lower the logarithm of the squared error by, times the steps. More
+# coefficients are always nearer to scattered steps (Akaike's criterion asks for 2).
+PER_POINT = 3.0
 
 
-def fit_observed(measured: Sequence[Measured], row_multiple: int = 0) -> tuple[FittedLatency, Fit]:
+def fit_observed(
+    measured: Sequence[Measured], row_multiple: int = 0
+) -> tuple[FittedLatency | TableLatency, Fit]:
     """Fit the steps of one engine, which pads their rows as `row_multiple` of the model has it.
 
     Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
     prompts or with decodes, or if their sizes do not differ by `SPAN`.
     """
     _check_spans(measured)
+    formula, kept = _formula(measured, row_multiple)
+    table = fit_table(kept, row_multiple)
+    clearly = math.exp(-PER_POINT * len(table.rows) / len(kept))
+    nearer = _squared_error(table, kept) < clearly * _squared_error(formula, kept)
+    model = table if nearer else formula
+    return model, _fit_of(model, kept)
+
+
+def _formula(
+    measured: Sequence[Measured], row_multiple: int
+) -> tuple[FittedLatency, list[Measured]]:
+    """Return the formula, and the steps that are not far above it."""
     single = [m for m in measured if m.work.decodes == 1 and not m.work.prompt_tokens]
     others = [m for m in measured if m.work.decodes != 1 or m.work.prompt_tokens]
     if len(single) >= LEAST:
@@ -49,9 +74,13 @@ def fit_observed(measured: Sequence[Measured], row_multiple: int = 0) -> tuple[F
         else:
             model, kept = _undisturbed(others, row_multiple)
             if (with_single := _with_single(model, single)) is not None:
-                return with_single, _fit_of(with_single, [*kept, *single])
-    model, kept = _undisturbed(measured, row_multiple)
-    return model, _fit_of(model, kept)
+                return with_single, [*kept, *single]
+    return _undisturbed(measured, row_multiple)
+
+
+def _squared_error(model: StepLatency, steps: Sequence[Measured]) -> float:
+    """Return the sum of the squared errors, relative to the model's times."""
+    return sum((seconds / model.seconds(work) - 1) ** 2 for work, seconds in steps)
 
 
 def _with_single(model: FittedLatency, single: Sequence[Measured]) -> FittedLatency | None:
@@ -78,7 +107,7 @@ def _undisturbed(
     return _fit(kept, row_multiple, ROUNDS), kept
 
 
-def _fit_of(model: FittedLatency, kept: Sequence[Measured]) -> Fit:
+def _fit_of(model: StepLatency, kept: Sequence[Measured]) -> Fit:
     prompts = [m for m in kept if m.work.prompt_tokens]
     decodes = [m for m in kept if m.work.decodes]
     alone = [m for m in decodes if not m.work.prompt_tokens]

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from engine.latency.rows import padded_rows
 from engine.latency.step import STRICT, Amount, StepWork
 
 __all__ = ["Points", "TableLatency", "interpolate"]
@@ -39,7 +40,8 @@ class TableLatency:
     With T prompt tokens in the step and B decodes with L tokens before each, the sum of:
 
     - `rows(T + B)`: what depends on the number of tokens; up to T it is measured on whole prompts,
-      with the attention among their own tokens
+      with the attention among their own tokens. The engine pads them as `row_multiple` has it (see
+      `padded_rows`)
     - `square_ms · max(0, Σ squares - T²)`: attention to what stands before the chunks
     - `sequences(B) + context_ms · ΣL`: what decodes cost beyond that
     - `mixed_ms · ΣL` if there are prompts too: kernels for both are slower at decodes
@@ -53,6 +55,7 @@ class TableLatency:
     square_ms: Amount = 0.0
     context_ms: Amount = 0.0
     mixed_ms: Amount = 0.0
+    row_multiple: Annotated[int, Field(ge=0)] = 0
     kind: Literal["table"] = "table"
 
     def seconds(self, work: StepWork) -> float:
@@ -60,7 +63,7 @@ class TableLatency:
         tokens = work.prompt_tokens + work.decodes
         if not tokens:
             return 0.0
-        ms = interpolate(self.rows, tokens)
+        ms = interpolate(self.rows, padded_rows(tokens, self.row_multiple))
         if work.prompt_tokens:
             ms += self.square_ms * max(work.prompt_squares - work.prompt_tokens**2, 0)
             ms += self.mixed_ms * work.context

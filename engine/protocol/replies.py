@@ -277,8 +277,8 @@ TimedPut = tuple[Annotated[int, Field(ge=1, lt=2**53)], Seconds]  # bytes
 class EngineStatistics(Message):
     """`GET /microserving/statistics`: how long this engine's own steps and puts took.
 
-    A sample of the latest ones of each kind. The rest are the flags that decide how it divides its
-    work into steps.
+    The latest steps, and the latest steps and puts of each size. The rest are the flags that decide
+    how it divides its work into steps.
     """
 
     steps: Annotated[list[TimedStep], FailFast(), Field(max_length=4096)]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from engine.latency import (
     AnyLatency,
     Fit,
-    FittedLatency,
     Measured,
     Profile,
     PutLatency,
@@ -126,7 +125,7 @@ def _speed(one: Facts, everywhere: Sequence[Measured], given: Profile | None) ->
 
 def _fitted(
     steps: Sequence[Measured], row_multiple: int = 0
-) -> tuple[FittedLatency, Fit, tuple[float, ...]]:
+) -> tuple[AnyLatency, Fit, tuple[float, ...]]:
     """Raises: `BadRequest` if the steps do not tell the coefficients."""
     latency, fit = fit_observed(steps, row_multiple)
     return latency, fit, scatter_of(latency, steps)

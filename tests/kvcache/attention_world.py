@@ -22,6 +22,7 @@ __all__ = ["BACKENDS", "World", "backend"]
 
 CPU = torch.device("cpu")
 BACKENDS = ("kernel", "torch")  # of float32 attention on CPUs
+Parts = Sequence[tuple[int, int, int]]  # sequence, start, count
 
 
 @contextmanager
@@ -86,7 +87,7 @@ class World:
             self.sequences.append(Sequence_(q, k, v, order[:count]))
             del order[:count]
 
-    def step(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def step(self, parts: Parts) -> list[torch.Tensor]:
         """Append and attend (sequence, start, count) for each part; return its output rows."""
         spans, row = [], 0
         for index, start, count in parts:
@@ -99,11 +100,36 @@ class World:
         self.padding = out[row:]
         return [out[span.row : span.row + span.count] for span in spans]
 
-    def _rows(self, parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:
+    def _rows(self, parts: Parts, name: str) -> torch.Tensor:
         """Return a step's rows and a padding row, each followed in memory by foreign elements."""
         rows = torch.cat([getattr(self.sequences[i], name)[at : at + n] for i, at, n in parts])
         rows = torch.cat([rows, torch.full_like(rows[:1], torch.nan)])
         return torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1)[:, :-1]
+
+    def mixed(self) -> Parts:
+        """Compute what precedes one step of prompts and decodes of seven sequences; return it."""
+        lengths = [len(sequence.q) for sequence in self.sequences]
+        for index in (0, 2, 3, 6):
+            self.step([(index, 0, lengths[index] - 1)])
+        self.step([(5, 0, 150)])
+        decodes = [(index, lengths[index] - 1, 1) for index in (0, 1, 2, 3, 6)]
+        return [(4, 0, 33), *decodes, (5, 150, 50)]
+
+    def share(self, common: Sequence[int], counts: Sequence[int]) -> Parts:
+        """Begin each sequence with so many tokens of the first one, in its pages.
+
+        All but the last `counts` tokens of each are computed. Returns the step of these.
+        """
+        first, parts = self.sequences[0], []
+        for sequence, tokens in zip(self.sequences, common, strict=True):
+            sequence.pages[: tokens // self.page_size] = first.pages[: tokens // self.page_size]
+            sequence.k[:tokens], sequence.v[:tokens] = first.k[:tokens], first.v[:tokens]
+        for index, (tokens, count) in enumerate(zip(common, counts, strict=True)):
+            start = len(self.sequences[index].q) - count
+            if start > tokens:
+                self.step([(index, tokens, start - tokens)])
+            parts.append((index, start, count))
+        return parts
 
     def dense(self, index: int) -> torch.Tensor:
         """Return the reference: attention at all positions of one sequence, in float64."""

@@ -8,7 +8,15 @@ import pytest
 from engine_helpers import generation
 from stepper_machine import PROMPT, STEP_S, TOKEN_S, Machine, new_send
 
-from engine.execution.step_timings import EVERY, KINDS, LONGEST_S, PER_KIND, StepTimings, step_work
+from engine.execution.step_timings import (
+    EVERY,
+    KINDS,
+    LONGEST_S,
+    PER_KIND,
+    RECENT,
+    StepTimings,
+    step_work,
+)
 from engine.latency import StepWork
 from engine.scheduling import Chunk
 from kvcache.types import SeqId
@@ -68,8 +76,9 @@ def test_rare_kinds_are_kept_among_many_of_one_kind():
     for number in range(1000):
         timings.add_step(StepWork(decodes=9, context=1024 + number), 0.01)
     found = timings.steps()
-    assert (StepWork(500, 500**2), 1.0) in found and len(found) == 1 + PER_KIND
-    assert [work.context for work, _ in found[1:]] == [2020, 2021, 2022, 2023]  # the latest
+    assert (StepWork(500, 500**2), 1.0) in found and len(found) == 1 + RECENT
+    kept = sorted(work.context for work, _ in found if work.decodes)
+    assert kept == list(range(2024 - RECENT, 2024))  # the latest, each once
 
 
 def test_kinds_are_bounded_and_those_without_news_go():
@@ -79,10 +88,11 @@ def test_kinds_are_bounded_and_those_without_news_go():
         for context in sizes:
             timings.add_step(StepWork(decodes=decodes, context=context), 0.01)
             timings.add_step(StepWork(1, 1), 0.02)
-            steady = sum(work == StepWork(1, 1) for work, _ in timings.steps())
+            steady = sum(work == StepWork(1, 1) for work, _ in timings._steps.all())
             before = max(before, steady)
             assert steady == before  # it never went
-    found = timings.steps()
+    found = timings._steps.all()
+    assert len(timings.steps()) <= KINDS * PER_KIND + RECENT
     assert len(found) == KINDS - 1 + PER_KIND
     assert sum(work == StepWork(1, 1) for work, _ in found) == PER_KIND
     assert (sizes[-1], sizes[-1]) in [(work.decodes, work.context) for work, _ in found]

@@ -7,10 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from engine.latency import FittedLatency, FixedLatency, Measured, StepWork, fit_observed, fit_put
+from engine.latency import (
+    FittedLatency,
+    FixedLatency,
+    Measured,
+    StepWork,
+    TableLatency,
+    fit_observed,
+    fit_put,
+)
 from engine.protocol import BadRequest
 
 TRUE = FittedLatency((4.0, 0.3, 1e-4), (6.0, 2e-3, 0.5), (6.0, 2e-3, 0.5), large_batch=1)
+
+# Of a small model on a CPU: a few rows cost next to nothing beside reading the weights.
+KINKED = TableLatency(
+    ((1, 15.0), (4, 16.0), (16, 22.0), (32, 32.0), (128, 80.0), (512, 300.0)),
+    ((1, 0.2), (2, 0.4)),
+    square_ms=5e-5,
+    context_ms=2e-3,
+)
 
 
 def steps(count: int, kinds: tuple[str, ...] = ("prompt", "decode", "both")) -> list[StepWork]:
@@ -124,3 +140,40 @@ def test_one_decode_alone_may_have_a_time_of_its_own():
     for one in (lone, two, StepWork(64, 4096, 1, 200)):
         assert model.seconds(one) == pytest.approx(fast.seconds(one), rel=0.05)
     assert fit.decode.largest < 0.1
+
+
+def of_traffic(count: int) -> list[StepWork]:
+    """Whole prompts, decodes, and a few tokens of prompts beside decodes, as engines have them."""
+    source, made = random.Random(3), []
+    for _ in range(count):
+        decodes = source.choice((0, 0, 1, 2, 3, 4, 6, 12))
+        tokens = source.choice((192, 48, 500)) if not decodes else source.choice((0, 5, 12, 16, 50))
+        start = source.choice((0, 64, 150))
+        square = (start + tokens) ** 2 - start**2 if tokens else 0
+        made.append(StepWork(tokens, square, decodes, 205 * decodes))
+    return made
+
+
+@pytest.mark.parametrize("multiple", [0, 8])
+def test_where_one_price_per_token_does_not_fit_a_table_does(multiple: int):
+    true = replace(KINKED, row_multiple=multiple)
+    work = of_traffic(400)
+    model, fit = fit_observed(timed(true, work, noise=0.05), multiple)
+    assert isinstance(model, TableLatency) and model.row_multiple == multiple
+    errors = sorted(abs(model.seconds(w) / true.seconds(w) - 1) for w in work)
+    assert errors[len(errors) // 2] < 0.02 and errors[-1] < 0.08
+    few = [w for w in work if w.decodes and 0 < w.prompt_tokens <= 16]
+    assert abs(sum(map(model.seconds, few)) / sum(map(true.seconds, few)) - 1) < 0.02
+    assert fit.prefill.median < 0.05
+
+
+def test_a_table_that_is_hardly_nearer_than_the_formula_is_not_taken():
+    model, _ = fit_observed(timed(TRUE, steps(90), noise=0.2))
+    assert isinstance(model, FittedLatency)
+
+
+def test_a_table_goes_on_beyond_what_was_measured():
+    """Twice the tokens of the longest step take twice the time, at least, and no less."""
+    model, _ = fit_observed(timed(KINKED, of_traffic(400)))
+    longest = model.seconds(StepWork(500, 500**2))
+    assert 1.8 < model.seconds(StepWork(1000, 1000**2)) / longest < 2.4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -51,6 +53,12 @@ def test_decodes_alone_and_beside_prompts():
     both = StepWork(192, 192**2, 64, 6400)
     assert ms(both) == pytest.approx(20 + 3 + 6400 * (1e-4 + 3e-4))
     assert ms(StepWork()) == 0
+
+
+def test_rows_are_padded_as_the_engine_pads_them():
+    padded = replace(TABLE, row_multiple=64)
+    assert padded.seconds(prompt(129)) == TABLE.seconds(prompt(192))
+    assert padded.seconds(prompt(192)) == TABLE.seconds(prompt(192))
 
 
 @pytest.mark.parametrize(

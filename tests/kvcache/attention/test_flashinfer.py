@@ -56,11 +56,7 @@ def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
 def test_a_mixed_step(dtype: torch.dtype):
     lengths = [300, 1, 129, 70, 33, 200, 16]
     mixed = world(lengths, dtype)
-    for index in (0, 2, 3, 6):
-        mixed.step([(index, 0, lengths[index] - 1)])
-    mixed.step([(5, 0, 150)])
-    decodes = [(index, lengths[index] - 1, 1) for index in (0, 1, 2, 3, 6)]
-    parts = [(4, 0, 33), *decodes, (5, 150, 50)]
+    parts = mixed.mixed()
     for (index, start, count), out in zip(parts, mixed.step(parts), strict=True):
         near(out, mixed.dense(index)[start : start + count])
 
@@ -76,18 +72,8 @@ def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch, share:
     lengths = [420, 417, 200, 290, 300, 177]
     common = [0, 384, 160, 256, 0, 160]
     alike = world(lengths)
-    first = alike.sequences[0]
-    for sequence, tokens in zip(alike.sequences, common, strict=True):
-        sequence.pages[: tokens // 16] = first.pages[: tokens // 16]
-        sequence.k[:tokens], sequence.v[:tokens] = first.k[:tokens], first.v[:tokens]
-    counts = [1, 33, 1, 7, 1, 17]
-    for index, (length, tokens, count) in enumerate(zip(lengths, common, counts, strict=True)):
-        if length - count > tokens:
-            alike.step([(index, tokens, length - count - tokens)])
-    on = FlashInfer(layout(), alike.group, CPU, kernels=fake_flashinfer)
-    alike.planner = on
-    ends = zip(lengths, counts, strict=True)
-    parts = [(index, length - count, count) for index, (length, count) in enumerate(ends)]
+    parts = alike.share(common, [1, 33, 1, 7, 1, 17])
+    alike.planner = on = FlashInfer(layout(), alike.group, CPU, kernels=fake_flashinfer)
     for (index, start, _), out in zip(parts, alike.step(parts), strict=True):
         near(out, alike.dense(index)[start:])
     assert len(on._wrappers) == levels

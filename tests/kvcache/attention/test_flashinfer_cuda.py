@@ -42,11 +42,7 @@ def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (8, 4), (3, 1)])
 def test_a_mixed_step(dim: int, kv_heads: int, group: int):
     mixed = world(LENGTHS, dim, kv_heads, group)
-    for index in (0, 2, 3, 6):
-        mixed.step([(index, 0, LENGTHS[index] - 1)])
-    mixed.step([(5, 0, 150)])
-    decodes = [(index, LENGTHS[index] - 1, 1) for index in (0, 1, 2, 3, 6)]
-    parts = [(4, 0, 33), *decodes, (5, 150, 50)]
+    parts = mixed.mixed()
     for (index, start, count), out in zip(parts, mixed.step(parts), strict=True):
         near(out, mixed.dense(index)[start : start + count])
     assert mixed.padding.isfinite().all()
@@ -67,18 +63,7 @@ def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_flashinfer, "MIN_SAVING", 1)
     lengths, common = [420, 417, 200, 290, 300, 177], [0, 384, 160, 256, 0, 160]
     alike = world(lengths, 128)
-    first = alike.sequences[0]
-    for sequence, tokens in zip(alike.sequences, common, strict=True):
-        sequence.pages[: tokens // 16] = first.pages[: tokens // 16]
-        sequence.k[:tokens], sequence.v[:tokens] = first.k[:tokens], first.v[:tokens]
-    counts = [1, 33, 1, 7, 1, 17]
-    for index, (length, tokens, count) in enumerate(zip(lengths, common, counts, strict=True)):
-        if length - count > tokens:
-            alike.step([(index, tokens, length - count - tokens)])
-    parts = [
-        (n, length - count, count)
-        for n, (length, count) in enumerate(zip(lengths, counts, strict=True))
-    ]
+    parts = alike.share(common, [1, 33, 1, 7, 1, 17])
     for (index, start, _), out in zip(parts, alike.step(parts), strict=True):
         near(out, alike.dense(index)[start:])
     assert len(alike.planner._wrappers) > 2
