@@ -48,6 +48,7 @@ from bench.vllm_fleet import BLOCK, MODEL, fleet, loaded, rate_of
 # Tokens of a prompt that nothing has cached, and how often it is sent within a repeat.
 LENGTHS = {1000: 3, 3000: 1}
 CONTEXT = 4096  # tokens
+TOKENS = 8  # of an answer: one event may have several
 REQUESTS = 16  # of a run under load
 OVER = "1p1d_over_one_engine"
 STRATEGY_OF = {"one engine": "data parallel", "1P1D": "1P1D"}
@@ -146,7 +147,7 @@ def by_vllm(nixl: Nixl, length: int) -> dict[str, tuple[float, float]]:
 def arrivals(url: str, model: str, length: int) -> tuple[float, float]:
     """Return the time to the first token of a stream, and from there to the second, in ms."""
     body = {
-        "model": model, "prompt": tokens(length), "max_tokens": 3, "temperature": 0,
+        "model": model, "prompt": tokens(length), "max_tokens": TOKENS, "temperature": 0,
         "stream": True, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     with httpx.Client(timeout=600, verify=False) as http:  # made before: that takes 20 ms
