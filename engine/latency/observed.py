@@ -48,9 +48,11 @@ def fit_observed(
 ) -> tuple[FittedLatency | TableLatency, Fit]:
     """Fit the steps of one engine, which pads their rows as `row_multiple` of the model has it.
 
-    Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
-    prompts or with decodes, or if their sizes do not differ by `SPAN`.
+    Steps that computed nothing do not count. Raises: `BadRequest`, which says what was covered, if
+    there are fewer than `LEAST` steps with prompts or with decodes, or if their sizes do not differ
+    by `SPAN`.
     """
+    measured = [m for m in measured if m.work.prompt_tokens or m.work.decodes]
     _check_spans(measured)
     formula, kept = _formula(measured, row_multiple)
     table = fit_table(kept, row_multiple)

@@ -177,3 +177,21 @@ def test_a_table_goes_on_beyond_what_was_measured():
     model, _ = fit_observed(timed(KINKED, of_traffic(400)))
     longest = model.seconds(StepWork(500, 500**2))
     assert 1.8 < model.seconds(StepWork(1000, 1000**2)) / longest < 2.4
+
+
+def test_steps_that_computed_nothing_do_not_count():
+    """As an engine that lies may have them."""
+    measured = timed(KINKED, of_traffic(400))
+    empty = [Measured(StepWork(), 1.0), Measured(StepWork(context=7), 2.0)]
+    assert fit_observed([*empty, *measured]) == fit_observed(measured)
+    with pytest.raises(BadRequest, match="none was"):
+        fit_observed(empty * 100)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 3600.0])
+def test_steps_of_any_size_are_fitted(seconds: float):
+    """What an engine that lies may tell: the most that the protocol allows."""
+    most = [StepWork(2**31, 2**62), StepWork(0, 0, 2**31, 2**31), StepWork(2**31, 0, 2**31, 0)]
+    work = [*most, *steps(100)] * 3
+    model, _ = fit_observed([Measured(w, seconds) for w in work])
+    assert all(0 <= model.seconds(w) < 1e6 for w in work)
