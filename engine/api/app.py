@@ -228,7 +228,7 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
 
     @app.get("/microserving/statistics")
     async def statistics() -> EngineStatistics:
-        """Return how long this engine's own steps and puts took, a sample of each kind."""
+        """Return how long this engine's own steps and puts took lately."""
         return engine.statistics()
 
     @app.get("/microserving/timeline", response_model=EngineTimeline)

@@ -14,6 +14,7 @@ __all__ = ["PutTiming", "StepTiming", "StepTimings", "step_work"]
 
 KINDS, PER_KIND = 256, 4  # kinds that are kept, and the latest of each kind
 RECENT = 512  # latest steps that are kept besides
+SHORTEST_S = 1e-6  # what takes less has computed nothing
 LONGEST_S = 3600.0  # what takes longer has been stopped in between
 EVERY = 8  # of the steps that only decode, which are many and alike
 T = TypeVar("T")
@@ -37,8 +38,9 @@ class StepTimings:
     """The latest steps, and the latest steps and puts of each kind.
 
     A kind has the same sizes, to a factor of two, so rare sizes are kept as well as frequent ones.
-    The latest steps say how fast the engine is now at what it mostly does. Steps are noted by the
-    thread that steps, puts under the cache's lock; `steps` and `puts` may be called on any thread.
+    The latest steps say how fast the engine is now. Of steps that only decode, every eighth is
+    timed. Steps are noted by the thread that steps, puts under the cache's lock; `steps` and `puts`
+    may be called on any thread.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class StepTimings:
 
     def add_step(self, work: StepWork, seconds: float) -> None:
         """Note the duration of a step."""
-        if not 0 < seconds < LONGEST_S:
+        if not SHORTEST_S <= seconds < LONGEST_S:
             return
         kind = (
             work.prompt_tokens.bit_length(), work.prompt_squares.bit_length() // 2,
@@ -71,14 +73,17 @@ class StepTimings:
 
     def add_put(self, count: int, seconds: float) -> None:
         """Note a complete put of `count` bytes."""
-        if count and 0 < seconds < LONGEST_S:
+        if count and SHORTEST_S <= seconds < LONGEST_S:
             self._puts.add(count.bit_length(), PutTiming(count, seconds))
 
     def steps(self) -> list[StepTiming]:
-        """Return the steps that are kept: those of kinds first."""
-        of_kinds = self._steps.all()
-        known = set(map(id, of_kinds))
-        return of_kinds + [timing for timing in tuple(self._recent) if id(timing) not in known]
+        """Return the steps that are kept: the latest of each kind, then others, the latest first.
+
+        So the first ones say most.
+        """
+        recent = reversed(tuple(self._recent))
+        found = (*self._steps.newest(), *recent, *self._steps.all())
+        return list({id(timing): timing for timing in found}.values())
 
     def puts(self) -> list[PutTiming]:
         """Return the puts that are kept."""
@@ -115,6 +120,10 @@ class _Kinds(Generic[T]):
                 kinds.popitem(last=False)
             kinds[kind] = deque(maxlen=PER_KIND)
         kinds[kind].append(value)
+
+    def newest(self) -> list[T]:
+        """Return the latest of each kind."""
+        return [kind[-1] for kind in tuple(self._kinds.values())]
 
     def all(self) -> list[T]:
         return [value for kind in tuple(self._kinds.values()) for value in tuple(kind)]

@@ -19,7 +19,9 @@ from engine.latency.table import TableLatency
 
 __all__ = ["fit_table"]
 
-PER_POINT = 3  # steps between a point and the one before, at least
+PER_POINT = 3  # steps between a point and the one before, at least …
+BEYOND = 1.25  # … with so many times the rows of the one before, …
+FEW = 8  # … or any more, up to so many rows
 ROUNDS = 3  # of a fit: the error of each is relative to the model before
 
 
@@ -64,7 +66,11 @@ def _counts(rows: NDArray[np.int64]) -> list[int]:
     count = counts[0]
     while count < rows.max():
         count *= 2
-        if ((rows > counts[-1]) & (rows <= count)).sum() >= PER_POINT:
+        inside = rows[(rows > counts[-1]) & (rows <= count)]
+        # Hardly more rows than at the point before do not tell the slope from there on.
+        if (inside > max(BEYOND * counts[-1], counts[-1] + 1)).sum() >= PER_POINT or (
+            count <= FEW and len(inside) >= PER_POINT
+        ):
             counts.append(count)
     return counts
 

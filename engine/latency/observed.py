@@ -76,13 +76,16 @@ def _formula(
         else:
             model, kept = _undisturbed(others, row_multiple)
             if (with_single := _with_single(model, single)) is not None:
-                return with_single, [*kept, *single]
+                return with_single, [*kept, *_near(with_single, single)]
     return _undisturbed(measured, row_multiple)
 
 
 def _squared_error(model: StepLatency, steps: Sequence[Measured]) -> float:
     """Return the sum of the squared errors, relative to the model's times."""
-    return sum((seconds / model.seconds(work) - 1) ** 2 for work, seconds in steps)
+    times = [(seconds, model.seconds(work)) for work, seconds in steps]
+    if not all(expected for _, expected in times):
+        return math.inf
+    return sum((seconds / expected - 1) ** 2 for seconds, expected in times)
 
 
 def _with_single(model: FittedLatency, single: Sequence[Measured]) -> FittedLatency | None:
@@ -102,11 +105,15 @@ def _undisturbed(
     measured: Sequence[Measured], row_multiple: int
 ) -> tuple[FittedLatency, list[Measured]]:
     """Fit steps twice, the second time without those far above; return the others, too."""
-    model = _fit(measured, row_multiple, rounds=0)
-    ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
-    limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
-    kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
+    kept = _near(_fit(measured, row_multiple, rounds=0), measured)
     return _fit(kept, row_multiple, ROUNDS), kept
+
+
+def _near(model: FittedLatency, steps: Sequence[Measured]) -> list[Measured]:
+    """Return the steps that are not far above the model."""
+    ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in steps]
+    limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
+    return [m for m, ratio in zip(steps, ratios, strict=True) if ratio <= limit]
 
 
 def _fit_of(model: StepLatency, kept: Sequence[Measured]) -> Fit:

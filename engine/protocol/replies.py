@@ -266,7 +266,7 @@ class EngineState(Message):
     generations: Count | None = None
 
 
-Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=1e-6, le=3600.0, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=0, le=2**31)]
 Squares = Annotated[int, Field(ge=0, le=2**62)]
 # Prompt tokens, sum of squares, decodes, their context: `engine.latency.StepWork`.
@@ -277,8 +277,8 @@ TimedPut = tuple[Annotated[int, Field(ge=1, lt=2**53)], Seconds]  # bytes
 class EngineStatistics(Message):
     """`GET /microserving/statistics`: how long this engine's own steps and puts took.
 
-    The latest steps, and the latest steps and puts of each size. The rest are the flags that decide
-    how it divides its work into steps.
+    The latest steps that were timed, and the latest steps and puts of each size. The rest are the
+    flags that decide how it divides its work into steps.
     """
 
     steps: Annotated[list[TimedStep], FailFast(), Field(max_length=4096)]

@@ -176,7 +176,7 @@ class NativeEngine:
         )
 
     def statistics(self) -> EngineStatistics:
-        """Return how long this engine's own steps and puts took, a sample of each kind."""
+        """Return how long this engine's own steps and puts took lately."""
         timings, config = self._engine.loop.timings, self._config
         return EngineStatistics(
             steps=[(*work, seconds) for work, seconds in timings.steps()],

@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 ROUND_S = 2.0  # between two rounds without a notice
 MEMBER_S = 15.0  # an engine that no router announces for so long is no member
+LEFT_S = 60.0  # an engine that left a router's file is not learned from the others for so long
 ORDER_S = 7 * 86400.0
-ENGINES, ORDERS = "engines", "orders"
+ENGINES, LEFT, ORDERS = "engines", "left", "orders"
 MOST = 4096  # engines, and orders
 
 
@@ -48,7 +49,9 @@ class Membership:
     """Announces the engines that this router was told of, and adds those that others announce.
 
     An engine that was learned from the store is forgotten once it is down and no router announces
-    it; while the store is lost, after `forget_s`, as one that sends heartbeats. Orders of
+    it; while the store is lost, after `forget_s`, as one that sends heartbeats. One that is up
+    stays, since whoever announced it may have died. But where the file of a router has dropped it,
+    the others drain and forget it too, unless they were told of it themselves. Orders of
     administrators (drain, remove, role, labels) are carried out by all routers. While the store is
     lost they are carried out here; the others follow when it is back.
     """
@@ -57,6 +60,8 @@ class Membership:
         self._registry = registry
         self._store = store
         self._orders: dict[str, Order] = {}  # by URL, as carried out here
+        self._announced: set[str] = set()  # engines, as the store was told
+        self._listed: set[str] = set()  # those of them that the file of this router names
         self._told = asyncio.Event()
 
     async def run(self) -> None:
@@ -75,20 +80,36 @@ class Membership:
         """Exchange them once. Raises `StoreUnavailable`."""
         await self._follow_orders()
         own = {backend.url: backend for backend in self._registry if backend.source != "store"}
-        for url, backend in own.items():
-            # Each router discovers for itself, so that an engine that terminates is gone at once.
-            if not backend.leaving and backend.source != "discovery":
-                value = msgspec.json.encode(_member(backend))
-                await self._store.announce(ENGINES, url, value, MEMBER_S)
+        # Each router discovers for itself, so that an engine that terminates is gone at once.
+        told = {
+            url: backend
+            for url, backend in own.items()
+            if not backend.leaving and backend.source != "discovery"
+        }
+        await self._tell_left(told)
+        for url, backend in told.items():
+            value = msgspec.json.encode(_member(backend))
+            await self._store.announce(ENGINES, url, value, MEMBER_S)
         members = await self._store.members(ENGINES)
+        left = await self._store.members(LEFT)
         for url, value in list(members.items())[:MOST]:
-            if url not in own and not self._orders.get(url, Order()).removed:
+            ended = url in left or self._orders.get(url, Order()).removed
+            if url not in own and not ended:
                 self._add(url, value)
-
         for backend in list(self._registry):
             gone = backend.source == "store" and backend.url not in members
-            if gone and backend.status == "down":
+            if gone and (backend.status == "down" or backend.url in left):
                 self._registry.remove(backend)
+
+    async def _tell_left(self, told: Mapping[str, Backend]) -> None:
+        """Tell the others which engines the file of this router has dropped, and which are back."""
+        for url in self._listed - told.keys():
+            await self._store.withdraw(ENGINES, url)
+            await self._store.announce(LEFT, url, b"", LEFT_S)
+        for url in told.keys() - self._announced:
+            await self._store.withdraw(LEFT, url)
+        self._announced = set(told)
+        self._listed = {url for url, backend in told.items() if backend.source == "file"}
 
     async def announce(self) -> None:
         """Tell the others at once of an engine that has registered here, if the store answers."""

@@ -16,6 +16,7 @@ from engine.latency import (
     fit_observed,
     fit_put,
 )
+from engine.latency.fit_table import fit_table
 from engine.protocol import BadRequest
 
 TRUE = FittedLatency((4.0, 0.3, 1e-4), (6.0, 2e-3, 0.5), (6.0, 2e-3, 0.5), large_batch=1)
@@ -173,10 +174,29 @@ def test_a_table_that_is_hardly_nearer_than_the_formula_is_not_taken():
 
 
 def test_a_table_goes_on_beyond_what_was_measured():
-    """Twice the tokens of the longest step take twice the time, at least, and no less."""
-    model, _ = fit_observed(timed(KINKED, of_traffic(400)))
-    longest = model.seconds(StepWork(500, 500**2))
-    assert 1.8 < model.seconds(StepWork(1000, 1000**2)) / longest < 2.4
+    """Also where many steps have hardly more rows than a power of two, as chunks beside decodes."""
+    source = random.Random(5)
+    chunks = [
+        StepWork(512, 512**2, n, 205 * n) for n in (source.randrange(1, 9) for _ in range(40))
+    ]
+    for work in (of_traffic(400), [*of_traffic(400), *chunks]):
+        model = fit_table(timed(KINKED, work, noise=0.05))
+        for tokens in (1024, 2048):
+            further = StepWork(tokens, tokens**2)
+            assert 0.93 < model.seconds(further) / KINKED.seconds(further) < 1.07
+
+
+@pytest.mark.parametrize("held_up", [3.0, 30.0, 1000.0])
+def test_a_lone_decode_that_was_held_up_changes_nothing(held_up: float):
+    fast = replace(TRUE, single_ms=2.0)
+    work = [*of_traffic(400), *(StepWork(decodes=1, context=100 + i) for i in range(12))]
+    measured = timed(fast, work, noise=0.02)
+    at = next(n for n, (w, _) in enumerate(measured) if w.decodes == 1 and not w.prompt_tokens)
+    measured[at] = measured[at]._replace(seconds=measured[at].seconds * held_up)
+    model, _ = fit_observed(measured)
+    for decodes in (1, 2, 4):
+        one = StepWork(decodes=decodes, context=205 * decodes)
+        assert model.seconds(one) == pytest.approx(fast.seconds(one), rel=0.05)
 
 
 def test_steps_that_computed_nothing_do_not_count():
@@ -188,7 +208,7 @@ def test_steps_that_computed_nothing_do_not_count():
         fit_observed(empty * 100)
 
 
-@pytest.mark.parametrize("seconds", [1e-9, 3600.0])
+@pytest.mark.parametrize("seconds", [1e-6, 3600.0])
 def test_steps_of_any_size_are_fitted(seconds: float):
     """What an engine that lies may tell: the most that the protocol allows."""
     most = [StepWork(2**31, 2**62), StepWork(0, 0, 2**31, 2**31), StepWork(2**31, 0, 2**31, 0)]

@@ -18,6 +18,8 @@ from engine_process import EngineProcess
 from redis_server import RedisServer, needs_redis
 from router_process import RouterProcess, until
 
+from router.agreement.membership import MEMBER_S, ROUND_S
+
 pytestmark = [pytest.mark.processes, pytest.mark.slow, *needs_redis]
 
 ROUTERS = 3
@@ -453,6 +455,53 @@ def test_what_is_ordered_for_engines_through_one_router_holds_for_all(fleet: Fle
     assert third.http.post("/admin/engines", json={"url": url}).status_code == 200
     until(lambda: all(len(known(one)) == 2 for one in fleet.routers))
     assert not known(first)[url]["draining"]
+
+
+def urls_of(router: RouterProcess) -> list[str]:
+    return [one["url"] for one in router.http.get("/admin/engines").json()["engines"]]
+
+
+def test_an_engine_that_leaves_the_files_is_forgotten_by_all(engines: list[str], tmp_path: Path):
+    """Under load. A router without a file follows; one that a flag told of it keeps it."""
+    files = [tmp_path / "first", tmp_path / "second"]
+    both, one = "\n".join(engines), engines[1]
+    fleet = Fleet(engines, tmp_path, keeps=False)
+    try:
+        for file in files:
+            file.write_text(both)
+            fleet.start(1, "--engines-file", str(file), engines=False)
+        fleet.start(engines=False)
+        until(lambda: all(len(urls_of(router)) == 2 for router in fleet.routers))
+        over = threading.Event()
+
+        def load(router: RouterProcess) -> list[int]:
+            found = []
+            with httpx.Client(base_url=router.url, headers=FREE, timeout=30) as http:
+                while not over.is_set():
+                    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True}
+                    found.append(http.post("/v1/completions", json=body).status_code)
+            return found
+
+        with ThreadPoolExecutor(len(fleet.routers)) as pool:
+            running = [pool.submit(load, router) for router in fleet.routers]
+            try:
+                files[0].write_text(one)
+                until(lambda: urls_of(fleet.routers[0]) == [one])
+                time.sleep(3 * ROUND_S)  # the second file still names it
+                assert urls_of(fleet.routers[0]) == [one]
+                assert sorted(urls_of(fleet.routers[1])) == sorted(engines)
+                files[1].write_text(one)
+                until(lambda: all(urls_of(router) == [one] for router in fleet.routers))
+                time.sleep(MEMBER_S + ROUND_S)  # nothing that was announced brings it back
+                assert all(urls_of(router) == [one] for router in fleet.routers)
+                files[0].write_text(both)
+                until(lambda: all(len(urls_of(router)) == 2 for router in fleet.routers))
+            finally:
+                over.set()
+            for each in running:
+                assert set(each.result()) == {200}
+    finally:
+        fleet.close()
 
 
 def test_a_store_that_returns_empty_gets_the_newest_truth_back(fleet: Fleet):

@@ -16,6 +16,8 @@ import pytest
 from engine_process import EngineProcess
 from router_process import RouterProcess, until
 
+from router.agreement.membership import ROUND_S
+
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RPM = 60
@@ -236,3 +238,25 @@ def test_sigterm_finishes_what_runs_and_ends_all_processes(router: RouterProcess
     assert [reply.status_code for reply in replies] == [200] * 4
     assert router.wait() == 0
     assert not any(worker.is_running() for worker in workers)
+
+
+def test_an_engine_that_leaves_the_file_is_forgotten_by_all_workers(engine: str, tmp_path: Path):
+    other = EngineProcess("--step-ms", str(STEP_MS), secret="ab" * 32, model="mock")
+    file = tmp_path / "engines"
+    file.write_text(f"{engine}\n{other.url}")
+    router = RouterProcess([], "data_parallel", "--workers", "2", "--engines-file", str(file))
+    try:
+        workers = list(connections(router).values())
+
+        def known() -> list[set[str]]:
+            told = [http.get("/admin/engines").json()["engines"] for http in workers]
+            return [{each["url"] for each in engines} for engines in told]
+
+        until(lambda: known() == [{engine, other.url}] * 2)
+        file.write_text(engine)
+        until(lambda: known() == [{engine}] * 2)
+        time.sleep(2 * ROUND_S)
+        assert known() == [{engine}] * 2
+    finally:
+        router.kill()
+        other.kill()
