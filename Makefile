@@ -79,8 +79,8 @@ mutants: $(VENV)/mutants.stamp  ## change the code in small ways; tests must fai
 starve: $(VENV)/test.stamp  ## check that a starved host fails, kills and leaks nothing (STARVE_ROUNDS=5, STARVE_BUSY=30)
 	@$(RUN) tests/e2e/starve.py --rounds $(or $(STARVE_ROUNDS),5) --busy $(or $(STARVE_BUSY),30)
 
-advise-trial: $(VENV)/test.stamp  ## check that advice, applied to real engines, makes requests faster (ADVISE_TRIALS=3)
-	@$(RUN) tests/e2e/advise_trial.py --trials $(or $(ADVISE_TRIALS),3)
+advise-trial: $(VENV)/test.stamp  ## check that advice, applied to real engines, makes requests faster (ADVISE_TRIALS=3, ADVISE_MODEL=smollm2)
+	@$(RUN) tests/e2e/advise_trial.py --trials $(or $(ADVISE_TRIALS),3) --model $(or $(ADVISE_MODEL),mock)
 
 ##@ Measure
 

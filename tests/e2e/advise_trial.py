@@ -1,11 +1,14 @@
 """Is advice worth following? Prompts become long; what is proposed is applied, and measured.
 
-`make advise-trial` starts `up` with two engines of the model `mock`, whose pace is set so that the
-engines and not the host decide, and `data_parallel`. It sends short prompts, then long ones, and
-runs `microserve advise --apply` on the traffic of the long ones. When the canary has been promoted,
-it sends requests of the same lengths at the same times again, with other tokens, and compares the
-mean time of a request (JCT). Each trial has a deployment, lengths and times of its own. Prints a
-line for each trial, and one JSON document; the exit code is 1 if a trial was not better.
+`make advise-trial` starts `up` with two engines. It sends short prompts, then long ones, and runs
+`microserve advise --apply` on the traffic of the long ones. When the canary has been promoted, it
+sends requests of the same lengths at the same times again, with other tokens, and compares the mean
+time of a request (JCT). Each trial has a deployment, lengths and times of its own. Prints a line
+for each trial, and one JSON document; the exit code is 1 if a trial was not better.
+
+`--model mock`: engines whose pace is set, so that they and not the host decide, begin with
+`data_parallel`; long prompts hold up the decodes beside them. `--model smollm2`: engines that
+compute, with a thread each, begin with `prefill_decode`; its one engine for prompts is then full.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from e2e_deployment import Deployment, deployed
@@ -29,27 +32,50 @@ from router.engines import HttpClient
 from router.load import Target, open_loop
 from router.workload import WorkloadConfig, open_workload
 
-STEP_MS, TOKENS_PER_MS = 20.0, 8.0
-FLAGS = (
-    "--engines", "2", "--step-ms", str(STEP_MS), "--prefill-tokens-per-ms", str(TOKENS_PER_MS),
-)  # fmt: skip
+
+class Phase(NamedTuple):
+    """Requests of one kind, with Poisson arrivals and uniform lengths."""
+
+    prompt: tuple[int, int]  # tokens, least and most
+    rate: float  # requests per second
+    requests: int
+
+
+class Case(NamedTuple):
+    """A deployment of `up`, and what it serves."""
+
+    flags: tuple[str, ...]
+    other: str  # the strategy that advice for short prompts is about
+    short: Phase
+    long: Phase
+
+
+CASES = {
+    "mock": Case(
+        ("--engines", "2", "--step-ms", "20", "--prefill-tokens-per-ms", "8"),
+        "prefill_decode",
+        Phase((32, 160), 3.0, 30),
+        Phase((1200, 2600), 2.4, 50),
+    ),
+    "smollm2": Case(
+        ("--prefill", "1", "--decode", "1", "--threads", "1", "--strategy", "prefill_decode"),
+        "data_parallel",
+        Phase((16, 64), 2.0, 30),
+        Phase((1200, 2600), 0.7, 40),
+    ),
+}
 OUTPUT = 60
-SHORT, LONG = (32, 160), (1200, 2600)  # prompt tokens
-SHORT_RATE, LONG_RATE = 3.0, 2.4  # requests per second
-SHORT_REQUESTS, LONG_REQUESTS = 30, 50
 CANARY, JUDGED = 50.0, 10  # its share (%), and the number of requests after which it is judged
 PROMOTED_S = 30.0  # after the requests that it is judged by
 
 
-def trace(
-    file: Path, source: random.Random, rate: float, lengths: tuple[int, int], count: int
-) -> str:
-    """Write a trace of Poisson arrivals with uniform lengths; return its path."""
+def trace(file: Path, source: random.Random, phase: Phase) -> str:
+    """Write a trace of a phase; return its path."""
     at, lines = 0.0, []
-    for _ in range(count):
-        at += source.expovariate(rate)
+    for _ in range(phase.requests):
+        at += source.expovariate(phase.rate)
         fields = {
-            "at_s": at, "input_tokens": source.randint(*lengths), "output_tokens": OUTPUT,
+            "at_s": at, "input_tokens": source.randint(*phase.prompt), "output_tokens": OUTPUT,
             "pages": [],
         }  # fmt: skip
         lines.append(json.dumps(fields))
@@ -57,13 +83,15 @@ def trace(
     return str(file)
 
 
-def send(deployment: Deployment, workload: str, seed: int, count: int | None = None) -> float:
+def send(
+    deployment: Deployment, model: str, workload: str, seed: int, count: int | None = None
+) -> float:
     """Send the requests of a trace at their times; return the mean JCT (ms)."""
 
     async def run() -> float:
         client = HttpClient(deployment.url)
         try:
-            target = Target(client, "mock", {"ignore_eos": True, "temperature": 0})
+            target = Target(client, model, {"ignore_eos": True, "temperature": 0})
             requests = list(open_workload(WorkloadConfig(name=workload, seed=seed)).requests)
             outcomes = await open_loop(target, iter(requests[:count]))
         finally:
@@ -99,16 +127,16 @@ def wait_for_promotion(deployment: Deployment) -> None:
     assert state["last_canary"]["decision"] == "promoted", state["last_canary"]
 
 
-def trial(folder: Path, number: int) -> dict[str, Any]:
+def trial(folder: Path, model: str, number: int) -> dict[str, Any]:
     """Run one trial; return what was expected and what was measured."""
-    source = random.Random(number)
-    short = trace(folder / "short.jsonl", source, SHORT_RATE, SHORT, SHORT_REQUESTS)
-    long = trace(folder / "long.jsonl", source, LONG_RATE, LONG, LONG_REQUESTS)
-    with deployed(folder, "mock", *FLAGS) as deployment:
-        send(deployment, short, 1)
-        kept = advise(deployment, "--candidate", "prefill_decode")
+    case, source = CASES[model], random.Random(number)
+    short = trace(folder / "short.jsonl", source, case.short)
+    long = trace(folder / "long.jsonl", source, case.long)
+    with deployed(folder, model, *case.flags) as deployment:
+        send(deployment, model, short, 1)
+        kept = advise(deployment, "--candidate", case.other)
         began = time.monotonic()
-        before = send(deployment, long, 1)
+        before = send(deployment, model, long, 1)
         minutes = (time.monotonic() - began) / 60
         advice = advise(
             deployment, "--minutes", f"{minutes:.4f}", "--apply", "--canary", str(CANARY),
@@ -117,9 +145,9 @@ def trial(folder: Path, number: int) -> dict[str, Any]:
         after = before
         if not advice["keep"]:
             if advice["applied"]["generation"] is not None:
-                send(deployment, long, 2, round(JUDGED * 100 / CANARY) + 2)
+                send(deployment, model, long, 2, round(JUDGED * 100 / CANARY) + 2)
                 wait_for_promotion(deployment)
-            after = send(deployment, long, 3)
+            after = send(deployment, model, long, 3)
     proposal = advice["proposal"] or {}
     now = next(row for row in advice["ranking"] if row["current"])
     return {
@@ -134,16 +162,17 @@ def trial(folder: Path, number: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=CASES, default="mock")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--first", type=int, default=1, help="number of the first trial")
     flags = parser.parse_args()
     trials = []
     for number in range(flags.first, flags.first + flags.trials):
         with tempfile.TemporaryDirectory() as folder:
-            trials.append(trial(Path(folder), number))
+            trials.append(trial(Path(folder), flags.model, number))
         print(trials[-1], file=sys.stderr)
     better = sum(one["measured_gain"] > 0 for one in trials)
-    print(json.dumps({"trials": trials, "better": better}))
+    print(json.dumps({"model": flags.model, "trials": trials, "better": better}))
     return 0 if better == len(trials) else 1
 
 
