@@ -66,7 +66,8 @@ class Fleet:
 
     def ask(self, question: str, tokens: int, id: str = "") -> None:
         """Have a question answered. Raises `httpx.HTTPError` if that fails."""
-        body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens}
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": tokens,
+                "ignore_eos": True}  # fmt: skip
         headers = {"X-Request-Id": id} if id else {}
         reply = self.http.post("/v1/chat/completions", json=body, headers=headers)
         reply.raise_for_status()

@@ -45,7 +45,9 @@ def ask(page: Any, prompt: str, tokens: int) -> Any:
 def receipt_of(page: Any, fleet: BrowserFleet) -> dict[str, Any]:
     link = page.locator(".facts a")
     link.wait_for()
-    receipt: dict[str, Any] = fleet.get(f"/admin/requests/{link.inner_text()}")
+    path = f"/admin/requests/{link.inner_text()}"
+    until(lambda: fleet.get(path)["status"] != "running")  # a stop takes a while to be noticed
+    receipt: dict[str, Any] = fleet.get(path)
     return receipt
 
 

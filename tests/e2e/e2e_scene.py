@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from e2e_faults import (
     LEASE_MS,
@@ -82,13 +83,13 @@ class Scene:
         decoy = Lease(self.receiver, "decoy", DECOY, END)
         self.leases.append(decoy)
         self.calls["send another"] = Call(lambda: decoy.send(self.sender))
-        until(lambda: self.memory.landed(decoy) > 0, "the other send")
+        self._during("send another", lambda: self.memory.landed(decoy) > 0, "the other send")
 
     def until_claimed(self) -> None:
-        until(lambda: self.memory.claimed(self.lease), "the claim")
+        self._during("send", lambda: self.memory.claimed(self.lease), "the claim")
 
     def until_some_landed(self) -> None:
-        until(lambda: self.landed > 0, "the first chunk")
+        self._during("send", lambda: self.landed > 0, "the first chunk")
 
     def until_sent(self) -> None:
         ends(self.calls.pop("send").outcome())
@@ -104,10 +105,18 @@ class Scene:
         )
 
     def until_it_waits(self) -> None:
-        until(lambda: self.receiver.state()["waiting"] == 1, "start_generate")
+        self._during("start", lambda: self.receiver.state()["waiting"] == 1, "start_generate")
 
     def until_generating(self) -> None:
-        until(lambda: bool(self.generation.tokens), "the first token")
+        self._during("start", lambda: bool(self.generation.tokens), "the first token")
+
+    def _during(self, name: str, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds. Raises `Missed` if the call has ended before."""
+        call = self.calls[name]
+        until(lambda: condition() or call.done, what)
+        if not condition():
+            ends(call.outcome())
+            raise Missed
 
     def commit(self) -> None:
         ends(kind_of(self.receiver.post("commit", lease_id=self.lease.id)))

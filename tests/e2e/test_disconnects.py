@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from e2e_deployment import Deployment
+from e2e_faults import until
 
 REQUESTS = 200
 EVERY = 3  # every third client disconnects
@@ -64,8 +65,12 @@ async def test_nothing_remains_after_a_third_of_200_clients_disconnects(
     print(f"{strategy}: {outcomes.count('vanished')} of {REQUESTS} vanished in time")
     for engine in tiny.engines:
         engine.check_at_rest()
-    for member in tiny.members():
-        assert (member["load"]["tokens"], member["load"]["streams"]) == (0, 0), member
+
+    def loads() -> set[tuple[int, int]]:
+        return {(one["load"]["tokens"], one["load"]["streams"]) for one in tiny.members()}
+
+    # The router may notice late that the last clients have gone.
+    until(lambda: loads() == {(0, 0)}, "the end of the load")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def test_the_router_is_killed_while_it_replicates(alone: Alone) -> None:
                 return [lease["landed"] for lease in leases]
 
             until(lambda: any(landed > len(prompt) for landed in replicas()), "the replica")
+            until(lambda: bool(asked.tokens), "the first token")
             router.signal(signal.SIGKILL)
             assert asked.outcome() == "cut"
             for engine in pair:

@@ -22,7 +22,7 @@ from e2e_wire import within
 STRATEGIES = ("data_parallel", "prefill_decode", "balanced", "cache_aware", "migrate", "replicate")
 CLIENT = {"Authorization": "Bearer clients"}
 NEW = 150  # tokens of a request under faults
-LONG = 600  # of one that is still running when something is cut off
+ANSWER = 3000  # of one that is still running when something is cut off
 T = TypeVar("T")
 
 
@@ -296,11 +296,11 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_decode(
     three: Fleet, alone: Alone, strategy: str, way: str
 ):
     three.deployment.use(strategy)
-    answer = three.ask(prompt_of(f"decode{strategy}{way}", 200), LONG)
+    answer = three.ask(prompt_of(f"decode{strategy}{way}", 200), ANSWER)
     moment(lambda: len(answer.tokens) > 8 or None)
     victim = moment(lambda: next((h for h in three.hosts if h.engine.state()["running"]), None))
     with broken(victim, way):
-        assert victim.state()["running"] and len(answer.tokens) < LONG, "it ended before the cut"
+        assert victim.state()["running"] and len(answer.tokens) < ANSWER, "it ended before the cut"
         survives(three, [answer], alone, victim)
 
 
@@ -310,14 +310,14 @@ def test_a_host_that_is_cut_off_while_requests_of_two_generations_run(
     three: Fleet, alone: Alone, way: str
 ):
     three.deployment.use("prefill_decode")
-    old = [three.ask(prompt_of(f"old{way}{n}", 200), LONG) for n in range(3)]
+    old = [three.ask(prompt_of(f"old{way}{n}", 200), ANSWER) for n in range(3)]
     moment(lambda: all(len(one.tokens) > 4 for one in old) or None)
     now = three.deployment.use("replicate")
-    new = [three.ask(prompt_of(f"new{way}{n}", 200), LONG) for n in range(3)]
+    new = [three.ask(prompt_of(f"new{way}{n}", 200), ANSWER) for n in range(3)]
     moment(lambda: all(len(one.tokens) > 4 for one in new) or None)
     victim = moment(lambda: next((h for h in three.hosts if h.engine.state()["running"]), None))
     with broken(victim, way):
-        assert any(len(one.tokens) < LONG for one in old), "the old ones ended before the cut"
+        assert any(len(one.tokens) < ANSWER for one in old), "the old ones ended before the cut"
         assert victim.state()["running"]
         survives(three, [*old, *new], alone, victim)
     ran = [three.deployment.receipt(one.id)["generation"] for one in [*old, *new]]

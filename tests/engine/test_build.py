@@ -99,7 +99,7 @@ async def main():
     before = native()
     engine = build_engine(EngineConfig("tiny", threads=2, pool_pages=64), b"secret", 1)
     LocalRegion(KVLayout(4, 4096, 16, 2, 32, torch.float32))
-    for _ in range(500):  # the team of a thread that has ended ends a little later
+    for _ in range(2000):  # the team of a thread that has ended ends a little later
         if native() == before:
             break
         time.sleep(0.01)

@@ -53,7 +53,7 @@ async def test_streamed_and_whole_answers_are_equal(route_real):
 
 async def test_the_receipt_counts_put_tokens(route_real):
     async with route_real(strategy="prefill_decode") as r:
-        body = {"prompt": shifted(3), "max_tokens": 2}
+        body = {"prompt": shifted(3), "max_tokens": 2, "ignore_eos": True}
         await r.post("/v1/completions", body, headers={"X-Request-Id": "put"})
         prep, send, start = (await r.receipt("put"))["legs"]
         kv_bytes = r.server.router.registry.model.info.kv_bytes_per_token
@@ -81,14 +81,13 @@ async def test_nothing_remains_on_the_engines(route_real):
             response.close()
         await r.settled()
         for backend in r.server.router.registry:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while True:
                     state = await backend.client.state()
                     pages = state.pages
-                    if pages.free + pages.cached == pages.total:
+                    free = pages.free + pages.cached == pages.total
+                    if free and not state.leases and not state.running:
                         break
-            assert not state.leases
-            assert not state.running
 
 
 async def test_the_official_client(route_real):

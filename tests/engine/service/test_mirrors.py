@@ -437,11 +437,11 @@ async def test_a_waiting_generation_keeps_its_mirror():
     network = MemoryNetwork()
     async with running(network, max_batch=1) as source, running(network, name="b") as replica:
         let_steps_wait_for_mirrors(source)
-        let_steps_take(source, 0.001)
-        got = lease(replica, reserve=30, lease_ms=200)
+        let_steps_take(source, 0.002)
+        got = lease(replica, reserve=30, lease_ms=500)
         busy = await source.start_generate(start(PROMPT, "busy", max_tokens=900))
         stream = await source.start_generate(start(PROMPT, mirror=to(got), max_tokens=20))
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(1.2)
         assert source.waiting == 1 and len(replica.cache.leases()) == 1
         busy.close()
         part = Part()

@@ -400,7 +400,7 @@ async def test_one_at_a_time_and_it_ends_with_its_client(route, fake, lock):
             asking = asyncio.create_task(
                 leaving.post(r.server.url + "/admin/advise", json=asked), name="asking"
             )
-            await until(lambda: not is_free(lock))
+            await until(lambda: not is_free(lock), 60)  # a process starts, and simulates first
             status, refused = await r.post("/admin/advise", ASK)
             assert status == 409 and "already being advised" in refused["error"]["message"]
             # Requests are served meanwhile.

@@ -94,10 +94,11 @@ def test_a_swap_through_one_worker_is_seen_by_all_requests_afterwards(router: Ro
 
 def test_metrics_and_limits_are_those_of_all_workers(router: RouterProcess):
     clients = list(connections(router).values())
+    # A worker that takes more than a second to answer is represented by its latest answer.
+    until(lambda: total(clients[0]) == total(clients[1]))
     before = total(clients[0])
     for http in clients * 3:
         assert ask(http).status_code == 200
-    # A worker that takes more than a second to answer is represented by its latest answer.
     until(lambda: total(clients[0]) == total(clients[1]) == before + 6)
     tight = [connection(router, "tight") for _ in range(6)]
     began = time.monotonic()
@@ -180,8 +181,8 @@ def test_any_worker_tells_of_the_requests_of_all(router: RouterProcess):
         with http.stream("GET", "/admin/live") as reply:
             line = next(line for line in reply.iter_lines() if line.startswith("data: "))
         told = json.loads(line.removeprefix("data: "))
-        assert told["workers"] == 2
-        return sum(one["requests"] for one in told["latency"]) >= 2
+        # Without a worker that takes more than a second to answer.
+        return told["workers"] == 2 and sum(one["requests"] for one in told["latency"]) >= 2
 
     until(seen)
 
@@ -216,7 +217,7 @@ def test_sigterm_finishes_what_runs_and_ends_all_processes(router: RouterProcess
     """The last one: it ends the router of this module."""
     workers = psutil.Process(router.pid).children()
     replies: list[httpx.Response] = []
-    body = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True}
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 
     def slow() -> None:
         with connection(router) as http:

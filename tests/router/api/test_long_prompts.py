@@ -63,6 +63,8 @@ async def test_a_prompt_goes_where_pool_and_loans_hold_it_and_fails_at_once_if_n
     async with routed_to([engine.url for engine in engines], health_interval_s=0.2) as r:
         ledger = r.server.router.registry.ledger
         await until(lambda: len(ledger.describe()) == 3)
+        # The engines that borrow are told of it a little later.
+        await until(lambda: all(one.state()["borrowing"]["creditors"] for one in engines[:2]))
         r.use(data_parallel)
         # 96 pages and ten blocks: 2816 tokens; the small engine has room for 2304.
         for length in (2350, 2600):

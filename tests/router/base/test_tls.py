@@ -14,6 +14,7 @@ import trustme
 from click.testing import CliRunner
 from engine_process import EngineProcess
 from forked import ForkedProcess, run_microserve
+from router_process import until
 
 from engine.protocol import BadRequest
 from router.base.tls import client_context, server_context
@@ -101,8 +102,8 @@ def test_tls_from_the_client_to_the_engine(files):
             reply = client.post(f"{url}/v1/completions", json=ASK)
             assert reply.status_code == 200, reply.text
             assert engine.stop()[0] == 0
-            listed = client.get(f"{url}/admin/engines", headers=admin).json()["engines"]
-            assert listed == []  # it has removed itself
+            # It has removed itself.
+            until(lambda: client.get(f"{url}/admin/engines", headers=admin).json()["engines"] == [])
             assert client.post(f"{url}/v1/completions", json=ASK).status_code == 503
         finally:
             engine.kill()
@@ -125,7 +126,8 @@ def test_a_whole_cluster_with_tls_at_its_front(files):
         engine, router = (line.split()[2] for line in lines[:2])
         assert engine.startswith("http://") and router.startswith("https://")
         assert '--cacert "$CA"' in lines[-1]
-        with httpx.Client(verify=ssl.create_default_context(cafile=files["ca"])) as client:
+        trusted = ssl.create_default_context(cafile=files["ca"])
+        with httpx.Client(verify=trusted, timeout=30) as client:
             reply = client.post(f"{router}/v1/completions", json=ASK)
             assert reply.status_code == 200, reply.text
             reply = client.post(f"{router}/v1/completions", content=b" " * 2**21)

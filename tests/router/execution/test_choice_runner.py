@@ -257,7 +257,7 @@ async def test_the_streams_of_a_silent_engine_move_elsewhere(route, fake):
         a.silent = False
         gate.set()
         backend = r.server.router.registry["a"]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not backend.usable:
                 backend.probe.set()
                 await asyncio.sleep(0)

@@ -65,6 +65,8 @@ async def busy(r, engine: str) -> AsyncIterator[None]:
     await alone(r, engine, tokens)
     asked = Request("id", tokens, Sampling())
     await until(lambda: registry.prefixes.cached(registry[engine], asked, 200, coming=False))
+    # A poll while `alone` ran makes that the work of another router, which `migrate` would avoid.
+    await until(lambda: r.idle() and not any(backend.load.total for backend in registry))
     body = {"prompt": tokens, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     async with r.http.post(r.server.url + "/v1/completions", json=body) as response:
         await response.content.readany()

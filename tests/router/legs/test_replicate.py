@@ -271,7 +271,7 @@ async def test_requests_of_a_killed_engine_continue_on_the_next(
 async def test_requests_of_a_stopped_engine_continue_on_the_next(fleet, replicated, undisturbed):
     """When the stopped engine continues later, it disturbs nothing and leaves nothing behind."""
     wanted = await undisturbed("greedy")
-    async with replicated(health_timeout_s=0.5) as r:
+    async with replicated(health_timeout_s=2.0) as r:
         victim = ""
 
         async def stop() -> None:

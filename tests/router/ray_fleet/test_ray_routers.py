@@ -55,15 +55,6 @@ class Admin:
 
 
 @pytest.fixture(scope="module")
-def on() -> Iterator[RayCluster]:
-    cluster = RayCluster()
-    try:
-        yield cluster
-    finally:
-        cluster.end()
-
-
-@pytest.fixture(scope="module")
 def started(on: RayCluster) -> Iterator[str]:
     redis = RedisServer()
     try:
@@ -97,7 +88,7 @@ def test_both_are_told_and_answer(on: RayCluster, started: str, routers: list[Ad
         assert re.search(told, started, re.M), started
         assert complete(router.url) == 5
     assert "2 engines, 2 routers, 4 of 4 ready" in on.run("status", "--fleet", FLEET)
-    assert [router.engines() for router in routers] == [2, 2]
+    until(lambda: [router.engines() for router in routers] == [2, 2])
 
 
 def test_a_swap_through_one_is_one_of_both(routers: list[Admin]):

@@ -42,7 +42,7 @@ def test_the_router_ends_while_an_upload_loops_in_it(tmp_path):
     try:
         with ThreadPoolExecutor(1) as client:
             upload = client.submit(router.http.post, "/admin/strategies", json=body)
-            until(file.exists)
+            until(file.exists, 60)  # a dry run comes before
             router.signal(signal.SIGTERM)
             assert router.wait() == 0
             assert isinstance(

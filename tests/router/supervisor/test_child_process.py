@@ -15,7 +15,7 @@ import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("router ready http://127.0.0.1:1", flush=True)
 signal.sigwait({signal.SIGTERM})
-time.sleep(0.3)
+time.sleep(1.5)
 print("ended in order", flush=True)
 """
 

@@ -60,7 +60,7 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number)
         await r.settled()
         if number == signal.SIGSTOP:
             mocks[0].signal(signal.SIGCONT)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 while not registry["m0"].usable:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
@@ -90,7 +90,7 @@ async def test_an_engine_in_a_long_step_is_not_taken_for_hung(routed_to):
 
 @pytest.mark.slow
 def test_a_stopping_router_finishes_its_requests():
-    engine = EngineProcess(*FLAGS, model="mock")
+    engine = EngineProcess("--step-ms", "30", model="mock")  # so that the stream lasts
     router = ForkedProcess(
         run_microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20",
         "--parent-pid", str(os.getpid()),  # which has made the dry run, as `up` does

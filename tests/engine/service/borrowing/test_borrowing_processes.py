@@ -26,6 +26,7 @@ PAGES, CAP = 160, 80  # of a creditor: it lends ten blocks
 LEASE_S = 2.0
 PROMPT = [(7 * n) % 250 for n in range(40)]
 FLAGS = ("--pool-pages", str(PAGES), "--lend-share", "0.5", "--lease-ms", str(int(LEASE_S * 1000)))
+LONG = ("--lease-ms", "20000")  # loans that outlast each wait of a test
 PROMPTLY = BorrowingSettings(
     call_s=0.4, rest_s=0.1, longest_rest_s=0.4, surplus_s=0.3, idle_s=0.6, stock=1
 )
@@ -47,11 +48,11 @@ class Debtor:
             identity, self.remote, page_size=info["page_size"], settings=settings
         )
         self.ready = 0
-        self.lost: list[tuple[str, str, float]] = []  # creditor, loan, when
+        self.lost: list[tuple[str, str]] = []  # creditor, loan
         self.called_back: list[tuple[str, str]] = []
         self.borrowing.on_ready = self._on_ready
         self.borrowing.on_lost = lambda creditor, loans: self.lost.extend(
-            (creditor, loan, time.monotonic()) for loan in loans
+            (creditor, loan) for loan in loans
         )
         self.borrowing.on_called_back = lambda creditor, loans: self.called_back.extend(
             (creditor, loan) for loan in loans
@@ -147,14 +148,15 @@ def test_blocks_come_are_renewed_and_go_back(creditors, debtors):
         debtor.borrowing.give_back(block)
         debtor.borrowing.give_back(block)  # the second time changes nothing
     wait(lambda: lent(creditor) == 0)
-    assert debtor.borrowing.use().loans == 0 and not debtor.lost
+    wait(lambda: debtor.borrowing.use().loans == 0)  # its creditor knows it first
+    assert not debtor.lost
     creditor.at_rest()
     state = creditor.state()["lending"]
     assert state["debtors"] == 1 and state["endpoints"][0].startswith("unix:")
 
 
 def test_many_blocks_come_in_larger_loans_and_go_back_when_it_closes(creditors, debtors):
-    creditor = creditors("a")
+    creditor = creditors("a", *LONG)
     debtor = debtors(creditor)
     debtor.list(creditor)
     blocks = debtor.blocks(10)
@@ -166,7 +168,7 @@ def test_many_blocks_come_in_larger_loans_and_go_back_when_it_closes(creditors, 
     assert debtor.borrowing.take() is None  # refused, and nothing is lost by it
     assert debtor.borrowing.use().refusals and lent(creditor) == CAP
     debtor.borrowing.close()
-    wait(lambda: lent(creditor) == 0, LEASE_S / 2)
+    wait(lambda: lent(creditor) == 0)
 
 
 def test_a_creditor_that_refuses_is_followed_by_the_next_one(creditors, debtors):
@@ -199,17 +201,15 @@ def test_a_call_back_is_told_and_the_loan_ends_when_its_blocks_are_back(creditor
 
 
 def test_a_killed_creditor_is_noticed_soon_and_another_one_lends(creditors, debtors):
-    one, other = creditors("a"), creditors("b")
+    one, other = creditors("a", *LONG), creditors("b")
     debtor = debtors(one)
     debtor.list(one, other)
     blocks = debtor.blocks(2)
     assert {block.creditor for block in blocks} == {"a"}
     one.signal(signal.SIGKILL)
-    killed = time.monotonic()
     debtor.borrowing.failed(EngineId("a"))  # as after a step
     wait(lambda: len(debtor.lost) == 2)
-    assert {each[:2] for each in debtor.lost} == {("a", block.loan) for block in blocks}
-    assert max(when for *_, when in debtor.lost) - killed < 1
+    assert set(debtor.lost) == {("a", block.loan) for block in blocks}
     assert {block.creditor for block in debtor.blocks(2)} == {"b"}
     for block in blocks:
         debtor.borrowing.give_back(block)  # too late, and harmless
@@ -217,16 +217,16 @@ def test_a_killed_creditor_is_noticed_soon_and_another_one_lends(creditors, debt
 
 
 def test_a_killed_creditor_is_noticed_without_a_step(creditors, debtors):
-    creditor = creditors("a")
+    creditor = creditors("a", *LONG)
     debtor = debtors(creditor)
     debtor.list(creditor)
     debtor.blocks(1)
     creditor.signal(signal.SIGKILL)
-    assert wait(lambda: debtor.lost) < LEASE_S
+    wait(lambda: debtor.lost)
 
 
 def test_a_lost_exchange_loses_the_loans_and_frees_them(creditors, debtors):
-    creditor = creditors("a")
+    creditor = creditors("a", *LONG)
     debtor = debtors(creditor)
     debtor.list(creditor)
     (block,) = debtor.blocks(1)
@@ -235,7 +235,7 @@ def test_a_lost_exchange_loses_the_loans_and_frees_them(creditors, debtors):
     wait(lambda: debtor.lost)
     (again,) = debtor.blocks(1)
     assert again.loan != block.loan and debtor.remote.connected() == ["a"]
-    wait(lambda: lent(creditor) == BLOCK, LEASE_S / 2)
+    wait(lambda: lent(creditor) == BLOCK)
 
 
 def test_a_failed_step_of_a_creditor_that_lives_costs_only_loans_that_have_ended(
@@ -256,7 +256,7 @@ def test_a_failed_step_of_a_creditor_that_lives_costs_only_loans_that_have_ended
     assert told.json()["freed_pages"] == BLOCK
     debtor.borrowing.failed(EngineId("a"))
     wait(lambda: debtor.lost)
-    assert [each[:2] for each in debtor.lost] == [("a", one.loan)]
+    assert debtor.lost == [("a", one.loan)]
     time.sleep(2 * LEASE_S)
     assert len(debtor.lost) == 1 and lent(creditor) == BLOCK
     debtor.borrowing.give_back(other)
@@ -274,7 +274,7 @@ def test_a_stopped_creditor_hangs_nothing_and_its_pages_are_lost_at_the_deadline
         began = time.monotonic()
         debtor.borrowing.give_back(block)
         debtor.borrowing.want(2)
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < PROMPTLY.call_s
         held = debtor.blocks(2)
         assert "b" in {block.creditor for block in held}
         if any(block.creditor == "a" for block in held):
