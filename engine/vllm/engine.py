@@ -346,7 +346,9 @@ class VllmEngine:
         """Keep leases and counts current: after each change, and while there are leases."""
         while True:
             try:
-                wait_s = LEASES_EVERY_S if self._leases or self._pages.quarantined else None
+                # Blocks without a call that has them become free when the last writes end.
+                ending = self._pages.quarantined or (self.idle and self._pages.active)
+                wait_s = LEASES_EVERY_S if self._leases or ending else None
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             except TimeoutError:

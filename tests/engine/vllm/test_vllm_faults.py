@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import threading
 import time
@@ -248,6 +249,22 @@ def test_a_stopped_sender_holds_no_blocks_for_ever(pair: list[VllmProcess]):
         thread.join(timeout=60)
         assert tokens(got) == sender.tokens(ids) == receiver.tokens(ids)
         receiver.at_rest()
+
+
+def test_a_cached_send_that_is_released_frees_its_blocks_though_nothing_follows(
+    pair: list[VllmProcess],
+):
+    """The last copy may end after the call has, and nothing else happens on the engine then."""
+    sender, receiver = pair
+    ids = prompt(LONG, 1100)
+    sender.tokens(ids)  # all that is sent is cached then
+    for _ in range(20):
+        request_id, lease, thread, _found = begin_send(sender, receiver, ids)
+        time.sleep(random.uniform(0, 0.01))
+        assert sender.post("release", request_id=request_id).status_code == 200
+        thread.join(timeout=30)
+        assert receiver.post("release", lease_id=lease["lease_id"]).status_code == 200
+        sender.at_rest(10)
 
 
 KILLED = {("sender", 0.0), ("receiver", 0.1), ("sender", 0.25)}  # each starts two or three engines
