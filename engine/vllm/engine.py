@@ -343,10 +343,10 @@ class VllmEngine:
                 raise Internal("vLLM's engine core has ended, and this engine with it")
 
     async def _follow(self) -> None:
-        """Keep leases and counts current: after each change, and while there are leases."""
+        """Keep leases and counts current: after each change, and while blocks may become free."""
         while True:
             try:
-                # Blocks without a call that has them become free when the last writes end.
+                # Blocks that no call holds any more become free when the last writes from them end.
                 ending = self._pages.quarantined or (self.idle and self._pages.active)
                 wait_s = LEASES_EVERY_S if self._leases or ending else None
                 async with asyncio.timeout(wait_s):

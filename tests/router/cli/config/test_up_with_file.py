@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from redis_server import RedisServer, needs_redis
+from router_process import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -87,11 +88,10 @@ def test_up_serves_what_the_file_and_flags_say(file: str, tmp_path: Path):
         headers = {"Authorization": "Bearer of-the-admin"}
         assert httpx.get(f"{url}/admin/engines").status_code == 401
         engines = httpx.get(f"{url}/admin/engines", headers=headers).json()["engines"]
-        while True:  # each worker counts the others at its own time
-            store = httpx.get(f"{url}/health").json()["store"]
-            if store["routers"] == 2 or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        # Each worker counts the others at its own time.
+        store = until(
+            lambda: (told := httpx.get(f"{url}/health").json()["store"])["routers"] == 2 and told
+        )
         running = psutil.Process(process.pid).children(recursive=True)
         arguments = " ".join(part for one in running for part in one.cmdline())
     finally:
